@@ -1,0 +1,195 @@
+"""One flat index space over all trainable parameters, without moving any of them.
+
+Coordinates are numbered through the parameters, group by group of equal device and dtype, each parameter in its own
+memory order. The user's tensors are read and written where they lie; they are never re-pointed or made contiguous.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import torch
+
+
+class LayoutError(ValueError):
+    """A parameter cannot take part in the flat index space; the message says which and why."""
+
+
+class Segment:
+    """One parameter's stretch of the index space: coordinates ``start`` to ``stop`` (``stop`` excluded).
+
+    Complex parameters count as pairs of real coordinates (real part first).
+    """
+
+    def __init__(self, name: str, parameter: torch.Tensor, start: int) -> None:
+        self.name, self.parameter, self.start = name, parameter, start
+        self._view()
+        self.stop = start + self.real.numel()
+
+    def _view(self) -> None:
+        data = self.parameter.detach()
+        self.real = torch.view_as_real(data) if data.is_complex() else data
+        self._address = data.data_ptr()
+        self._strides = data.stride()
+        #: dimensions from the outermost in memory to the innermost
+        self.dim_order = tuple(
+            sorted(range(self.real.dim()), key=lambda d: (self.real.stride(d), self.real.size(d)), reverse=True)
+        )
+        permuted = self.real.permute(self.dim_order)
+        # Not contiguous even in memory order: rows of a wider tensor, say. Coordinates then need their own addresses.
+        self.gapped = not permuted.is_contiguous()
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(permuted.shape, permuted.stride()))
+        if any(stride == 0 and size > 1 for size, stride in zip(permuted.shape, permuted.stride())):
+            raise LayoutError(
+                f"parameter {self.name!r} is an expanded tensor (several elements share one address) and cannot be "
+                f"trained in place; make it a tensor of its own with .clone()"
+            )
+        self._permuted = permuted
+        #: the parameter's memory as a vector; without gaps, element i is coordinate start + i
+        self.memory = self.real.as_strided((extent if self.real.numel() else 0,), (1,))
+
+    def refresh(self) -> bool:
+        """Look at the parameter again if its memory was exchanged under it. False if it no longer fits its stretch."""
+        parameter = self.parameter
+        if parameter.data_ptr() == self._address and parameter.stride() == self._strides:
+            return True
+        dtype, device, order, count = self.real.dtype, self.real.device, self.dim_order, self.real.numel()
+        self._view()
+        return (dtype, device, order, count) == (
+            self.real.dtype, self.real.device, self.dim_order, self.real.numel(),
+        )  # fmt: skip
+
+    def flatten(self, like_parameter: torch.Tensor) -> torch.Tensor:
+        """A tensor of the parameter's shape (a gradient, say) as a vector in this segment's coordinate order."""
+        tensor = like_parameter.to_dense() if like_parameter.layout != torch.strided else like_parameter
+        real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+        return real.permute(self.dim_order).reshape(-1)
+
+    def read_all(self) -> torch.Tensor:
+        """Every coordinate: shape (stop − start,), the parameter's dtype. A view where memory allows."""
+        return self._permuted.reshape(-1) if self.gapped else self.memory
+
+    def write_all(self, values: torch.Tensor) -> None:
+        """Set every coordinate from a vector of any floating dtype."""
+        self._permuted.copy_(values.view(self._permuted.shape))
+
+    def addresses(self, local: torch.Tensor) -> torch.Tensor:
+        """Where local coordinates (0 ≤ local < stop − start) lie in ``memory``."""
+        if not self.gapped:
+            return local
+        address = torch.zeros_like(local)
+        for size, stride in zip(reversed(self._permuted.shape), reversed(self._permuted.stride())):
+            address += (local % size) * stride
+            local = local // size
+        return address
+
+    def describe(self) -> str:
+        """What must be equal on all ranks, in one line."""
+        shape = "x".join(map(str, self.parameter.shape)) or "scalar"
+        dtype = str(self.parameter.dtype).removeprefix("torch.")
+        return f"shape {shape}, dtype {dtype}, dimensions in memory order {list(self.dim_order)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Segments of one device and dtype; together they cover coordinates ``start`` to ``stop``."""
+
+    device: torch.device
+    dtype: torch.dtype
+    start: int
+    stop: int
+    segments: tuple[Segment, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """The part of a coordinate set that lies in one segment: ``values[begin:end]`` belong to it."""
+
+    group: int
+    segment: Segment
+    begin: int
+    end: int
+    #: where they lie in ``segment.memory``
+    address: torch.Tensor
+    #: where they lie in their group
+    in_group: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Coordinates:
+    """An ascending set of coordinates, cut along the segments, ready to read and write."""
+
+    count: int
+    pieces: tuple[Piece, ...]
+
+
+class Arena:
+    """The flat index space over ``named_parameters``.
+
+    Args:
+        named_parameters: (name, tensor) pairs, floating or complex, each tensor once.
+
+    Attributes:
+        n: number of coordinates.
+        groups: by device and dtype, in order of first appearance.
+        device: where packed buffers live (the first parameter's device).
+        value_dtype: in which values travel and sums are taken: float64 if any parameter has it, else float32.
+
+    Raises:
+        LayoutError: a parameter cannot be trained in place, or is not of floating type.
+    """
+
+    def __init__(self, named_parameters: Sequence[tuple[str, torch.Tensor]]) -> None:
+        members: dict[tuple[torch.device, torch.dtype], list[tuple[str, torch.Tensor]]] = {}
+        for name, parameter in named_parameters:
+            if not (parameter.is_floating_point() or parameter.is_complex()):
+                raise LayoutError(f"parameter {name!r} has dtype {parameter.dtype}, which cannot be trained")
+            if parameter.layout != torch.strided:
+                raise LayoutError(f"parameter {name!r} has layout {parameter.layout}; only dense parameters travel")
+            members.setdefault((parameter.device, parameter.dtype.to_real()), []).append((name, parameter))
+        groups = []
+        start = 0
+        for (device, dtype), named in members.items():
+            segments, first = [], start
+            for name, parameter in named:
+                segments.append(Segment(name, parameter, start))
+                start = segments[-1].stop
+            groups.append(Group(device, dtype, first, start, tuple(segments)))
+        self.groups = tuple(groups)
+        self.n = start
+        self.device = groups[0].device if groups else torch.device("cpu")
+        wide = any(group.dtype == torch.float64 for group in groups)
+        self.value_dtype = torch.float64 if wide else torch.float32
+        self._segments = tuple(self.segments())
+        self._stops = torch.tensor([segment.stop for segment in self._segments], device=self.device)
+
+    def segments(self) -> Iterator[Segment]:
+        """All segments in the order of their coordinates."""
+        for group in self.groups:
+            yield from group.segments
+
+    def refresh(self) -> bool:
+        """Follow tensors whose memory was exchanged. False if one no longer fits its stretch of coordinates."""
+        return all([segment.refresh() for segment in self._segments])
+
+    def locate(self, coordinates: torch.Tensor) -> Coordinates:
+        """Cut an ascending vector of distinct coordinates (int32 or int64) along the segments."""
+        ends = torch.searchsorted(coordinates, self._stops.to(coordinates.dtype)).tolist()
+        pieces = []
+        begin, at = 0, 0
+        for number, group in enumerate(self.groups):
+            for segment in group.segments:
+                end = ends[at]
+                at += 1
+                if end > begin:
+                    local = (coordinates[begin:end] - segment.start).to(group.device)
+                    in_group = coordinates[begin:end].to(group.device)
+                    in_group = in_group - group.start if group.start else in_group
+                    pieces.append(Piece(number, segment, begin, end, segment.addresses(local), in_group))
+                begin = end
+        return Coordinates(coordinates.numel(), tuple(pieces))
+
+    def describe(self) -> list[tuple[str, str]]:
+        """(what, value) pairs that must be equal on all ranks, in coordinate order."""
+        return [(f"parameter {segment.name!r}", segment.describe()) for segment in self._segments]

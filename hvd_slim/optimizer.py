@@ -1,0 +1,267 @@
+"""The drop-in optimizer: the local step of the wrapped class, then one round."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from hvd_slim.config import SlimConfig
+from hvd_slim.naming import NamedParameters, check_named_parameters, trainable_parameters
+from hvd_slim.stats import Stats
+from hvd_slim.synchronizer import Synchronizer
+from hvd_slim.transport.horovod import HorovodTransport
+
+_STATE_KEY = "hvd_slim"
+# Optimizers are made in the same order on every rank of a process set, so equal numbers meet.
+_numbers: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)
+
+
+class SlimOptimizer:
+    """What ``DistributedOptimizer`` adds to the wrapped optimizer's own class.
+
+    The optimizer keeps its class, state, hooks and schedulers; ``isinstance`` holds.
+    """
+
+    _slim: _Attachment
+
+    def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped optimizer's step on the local gradient, then one round every ``local_steps`` calls. Collective.
+
+        Args:
+            closure: as in torch: evaluated locally by the wrapped optimizer.
+
+        Returns:
+            What the wrapped optimizer's step returns.
+
+        Raises:
+            RankMismatchError: at the first step, on every rank, if ranks differ in model or options.
+        """
+        optimizer: torch.optim.Optimizer = self  # type: ignore[assignment]
+        slim = self._slim
+        synchronizer = slim.synchronizer()
+        synchronizer.before_step(trainable_parameters(optimizer, slim.named))
+        if slim.sparse_as_dense:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None and parameter.grad.is_sparse:
+                        parameter.grad = parameter.grad.to_dense()
+        result = super().step(closure, *args, **kwargs)  # type: ignore[misc]
+        synchronizer.after_step()
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+        return result
+
+    # torch's schedulers and hook machinery look for these marks; the wrapped class's own step carries the hooks.
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def synchronize(self) -> None:
+        """Wait for the round in flight. A round ends within ``step()``, so there is nothing to wait for.
+
+        Kept for Horovod's recipe synchronize, clip, skip_synchronize, step. Clipping sees the local gradient.
+        """
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Any:
+        """Context manager of Horovod's clipping recipe; ``step()`` inside it is one step and one round."""
+        yield
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Kept for Horovod's signature: any number of backward passes may precede a step, and costs no round.
+
+        Raises:
+            ValueError: ``passes`` is below 1.
+        """
+        _check_passes(passes)
+
+    def resync(self) -> None:
+        """Exchange every pending update: all replicas are equal afterwards. Collective."""
+        self._slim.synchronizer().resync()
+
+    def global_parameters(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which the model holds the global model w̄, equal on all ranks: for evaluation or a checkpoint.
+
+        Not collective, no communication. ``step()`` inside it is an error. Before the first step the live
+        parameters are left as they are.
+        """
+        return self._slim.synchronizer().global_parameters()
+
+    def stats(self) -> dict[str, Any]:
+        """Bytes sent and received, seconds spent, and what dense training would have sent. Not collective.
+
+        Returns:
+            Plain values; the keys are the attributes of ``hvd_slim.stats.Stats``, with ``total_bytes_sent``,
+            ``total_bytes_received`` (bytes) and ``ratio`` (sent bytes to dense) added.
+        """
+        return self._slim.synchronizer().stats.to_dict()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's state, and under ``"hvd_slim"`` all that an exact resume needs. Not collective.
+
+        Each rank's live parameters belong to it: for a resume to the same bits every rank saves its own model and
+        optimizer. The result loads into the bare torch optimizer too.
+        """
+        state = super().state_dict()  # type: ignore[misc]
+        state[_STATE_KEY] = self._slim.synchronizer().state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` of this class, or of the bare torch optimizer, returned. Not collective.
+
+        Without slim state (a bare optimizer's checkpoint) the live parameters of the next step start a new run.
+        """
+        super().load_state_dict({k: v for k, v in state_dict.items() if k != _STATE_KEY})  # type: ignore[misc]
+        self._slim.renew()
+        if _STATE_KEY in state_dict:
+            self._slim.synchronizer().load_state_dict(state_dict[_STATE_KEY])
+
+    def __reduce__(self) -> Any:
+        base_state = super().__getstate__()  # type: ignore[misc]
+        slim_state = self._slim.synchronizer().state_dict() if self._slim.started else None
+        return _rebuild, (_base_of(type(self)), base_state, self._slim.settings(), slim_state)
+
+
+class _Attachment:
+    """What the wrapper remembers: its arguments, and the synchronizer once Horovod is needed."""
+
+    def __init__(
+        self, config: SlimConfig, named: NamedParameters, sparse_as_dense: bool, process_set: Any
+    ) -> None:
+        self.config, self.named = config, named
+        self.sparse_as_dense, self.process_set = sparse_as_dense, process_set
+        self._synchronizer: Synchronizer | None = None
+
+    def settings(self) -> tuple[Any, ...]:
+        return self.config, self.named, self.sparse_as_dense, self.process_set
+
+    @property
+    def started(self) -> bool:
+        return self._synchronizer is not None
+
+    def renew(self) -> None:
+        """Forget the run so far; counters of bytes included."""
+        self._synchronizer = None
+
+    def synchronizer(self) -> Synchronizer:
+        if self._synchronizer is None:
+            identity = 0 if self.process_set is None else self.process_set.process_set_id
+            name = f"hvd_slim.{next(_numbers[identity])}"
+            self._synchronizer = Synchronizer(self.config, HorovodTransport(name, self.process_set, Stats()))
+        return self._synchronizer
+
+
+@functools.lru_cache(maxsize=None)
+def _slim_class(base: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    return type(base.__name__, (SlimOptimizer, base), {"__module__": base.__module__, "__doc__": base.__doc__})
+
+
+def _base_of(cls: type) -> type[torch.optim.Optimizer]:
+    following = cls.__mro__[cls.__mro__.index(SlimOptimizer) + 1]
+    return following
+
+
+def _rebuild(
+    base: type[torch.optim.Optimizer], base_state: dict[str, Any], settings: tuple[Any, ...], slim_state: Any
+) -> torch.optim.Optimizer:
+    cls = _slim_class(base)
+    optimizer = cls.__new__(cls)
+    optimizer.__setstate__(base_state)
+    optimizer._slim = _Attachment(*settings)  # type: ignore[attr-defined]
+    if slim_state is not None:
+        optimizer._slim.synchronizer().load_state_dict(slim_state)  # type: ignore[attr-defined]
+    return optimizer
+
+
+def DistributedOptimizer(  # noqa: N802  (Horovod's name)
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: Any = None,
+    backward_passes_per_step: int = 1,
+    op: Any = None,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    sparse_as_dense: bool = False,
+    process_set: Any = None,
+) -> torch.optim.Optimizer:
+    """Make ``optimizer`` train data-parallel. Horovod's signature; not collective.
+
+    With ``compression=Compression.slim(...)`` the given optimizer itself, its state kept, becomes a slim one and is
+    returned: each ``step()`` is its own local step followed by a Slim-DP round (arXiv 1709.09393). With
+    ``Compression.none`` (the default) or ``Compression.fp16`` the call returns plain Horovod's own optimizer.
+
+    Args:
+        optimizer: any torch optimizer but LBFGS.
+        named_parameters: (name, parameter) pairs, usually ``model.named_parameters()``; a superset is fine.
+        compression: ``Compression.none``, ``Compression.fp16`` or ``Compression.slim(...)``.
+        backward_passes_per_step: any number is legal with slim: only ``step()`` exchanges.
+        op: ``Average``; slim knows no other.
+        gradient_predivide_factor, num_groups, groups: Horovod's; slim sends no gradients and packs everything
+            into one buffer, so only the defaults are accepted.
+        sparse_as_dense: turn sparse gradients into dense ones before the local step.
+        process_set: the ranks that train together; None for all.
+
+    Raises:
+        ValueError, TypeError: an argument is outside its range; the message names value and remedy. The given
+            optimizer is unchanged then.
+    """
+    import horovod.torch as horovod
+
+    process_set = horovod.global_process_set if process_set is None else process_set
+    op = horovod.Average if op is None else op
+    if not isinstance(compression, SlimConfig):
+        return horovod.DistributedOptimizer(
+            optimizer,
+            named_parameters=named_parameters,
+            compression=horovod.Compression.none if compression is None else compression,
+            backward_passes_per_step=backward_passes_per_step,
+            op=op,
+            gradient_predivide_factor=gradient_predivide_factor,
+            num_groups=num_groups,
+            groups=groups,
+            sparse_as_dense=sparse_as_dense,
+            process_set=process_set,
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer")
+    if isinstance(optimizer, SlimOptimizer):
+        raise ValueError("this optimizer is already distributed by hvd_slim; wrap the bare torch optimizer, once")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "LBFGS cannot be distributed: it evaluates the closure a number of times that differs between ranks, and "
+            "its line search would follow each rank's own loss. Use SGD, Adam or another one-step optimizer."
+        )
+    if op != horovod.Average:
+        name = {horovod.Adasum: "Adasum", horovod.Sum: "Sum"}.get(op, repr(op))
+        raise ValueError(
+            f"op={name} is not possible with Compression.slim, which averages the ranks' parameter updates; leave op "
+            f"at hvd.Average" + (", or use Compression.none for Adasum" if name == "Adasum" else "")
+        )
+    _check_passes(backward_passes_per_step)
+    if gradient_predivide_factor != 1.0:
+        raise ValueError(
+            f"gradient_predivide_factor={gradient_predivide_factor!r} has no meaning with Compression.slim, which "
+            f"sends no gradients; leave it at 1.0"
+        )
+    if num_groups != 0 or groups is not None:
+        raise ValueError(
+            f"num_groups={num_groups!r}, groups={'given' if groups is not None else None}: Compression.slim packs all "
+            f"parameters into one buffer already; leave both out"
+        )
+    named = check_named_parameters(optimizer, named_parameters)
+    attachment = _Attachment(compression, named, bool(sparse_as_dense), process_set)
+    # A scheduler made earlier has put its own mark around the bare step; ours carries that mark itself.
+    optimizer.__dict__.pop("step", None)
+    optimizer.__class__ = _slim_class(type(optimizer))
+    optimizer._slim = attachment  # type: ignore[attr-defined]
+    return optimizer
+
+
+def _check_passes(passes: int) -> None:
+    if not isinstance(passes, int) or isinstance(passes, bool) or passes < 1:
+        raise ValueError(f"backward_passes_per_step={passes!r} must be a whole number of at least 1")
