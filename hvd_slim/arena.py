@@ -171,7 +171,8 @@ class Arena:
 
     def refresh(self) -> bool:
         """Follow tensors whose memory was exchanged. False if one no longer fits its stretch of coordinates."""
-        return all([segment.refresh() for segment in self._segments])
+        fits = [segment.refresh() for segment in self._segments]
+        return all(fits)
 
     def locate(self, coordinates: torch.Tensor) -> Coordinates:
         """Cut an ascending vector of distinct coordinates (int32 or int64) along the segments."""

@@ -155,14 +155,13 @@ class _Attachment:
         return self._synchronizer
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _slim_class(base: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     return type(base.__name__, (SlimOptimizer, base), {"__module__": base.__module__, "__doc__": base.__doc__})
 
 
 def _base_of(cls: type) -> type[torch.optim.Optimizer]:
-    following = cls.__mro__[cls.__mro__.index(SlimOptimizer) + 1]
-    return following
+    return cls.__mro__[cls.__mro__.index(SlimOptimizer) + 1]
 
 
 def _rebuild(

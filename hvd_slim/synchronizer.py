@@ -148,7 +148,8 @@ class Synchronizer:
 
     def _reselect(self) -> None:
         """Choose the core on one rank, in turn, from its own parameters and gradient, and tell all. Collective."""
-        assert self._global_model is not None and self._slim is not None
+        assert self._global_model is not None
+        assert self._slim is not None
         arena, transport = self._global_model.arena, self.transport
         count, root = self.config.core_count(arena.n), self.selections % transport.size
         with self.stats.timed("select"):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hvd_slim.stats import Stats
-from hvd_slim.transport.base import Pending, Transport
+from hvd_slim.transport.base import MESSAGE_LIMIT, Pending, Received, Transport
 
 
 class HorovodTransport(Transport):
@@ -15,37 +15,48 @@ class HorovodTransport(Transport):
 
     Args:
         name: prefix of every operation's name, the same on all ranks and unlike any other in flight.
-        process_set: a Horovod process set that this rank belongs to; None for all ranks.
+        process_set: a Horovod process set; None for all ranks. A rank outside it counts as alone.
         stats: where bytes are counted.
+        limit: bytes that one collective may carry, summed over ranks.
     """
 
-    def __init__(self, name: str, process_set: Any, stats: Stats) -> None:
+    def __init__(self, name: str, process_set: Any, stats: Stats, limit: int = MESSAGE_LIMIT) -> None:
         import horovod.torch as hvd
 
         self._hvd = hvd
         self._process_set = hvd.global_process_set if process_set is None else process_set
         self._name = name
-        self.stats = stats
-        self.size = self._process_set.size()
-        self.rank = self._process_set.rank()
+        member = self._process_set.included() is not False
+        rank, size = (self._process_set.rank(), self._process_set.size()) if member else (0, 1)
+        super().__init__(rank, size, stats, limit)
 
-    def _operation(self, phase: str) -> dict[str, Any]:
-        return {"name": f"{self._name}.{phase}", "process_set": self._process_set}
+    def _operation(self, name: str) -> dict[str, Any]:
+        return {"name": f"{self._name}.{name}", "process_set": self._process_set}
 
-    def _pending(self, handle: int) -> Pending:
+    def _pending(self, handle: int) -> Pending[Any]:
         return Pending(lambda: self._hvd.synchronize(handle))
 
-    def _allreduce(self, tensor: torch.Tensor, phase: str) -> Pending:
-        return self._pending(self._hvd.allreduce_async_(tensor, op=self._hvd.Sum, **self._operation(phase)))
+    def _allreduce(self, tensor: torch.Tensor, name: str) -> Pending[torch.Tensor]:
+        return self._pending(self._hvd.allreduce_async_(tensor, op=self._hvd.Sum, **self._operation(name)))
 
-    def _allgather(self, tensor: torch.Tensor, phase: str) -> Pending:
-        return self._pending(self._hvd.allgather_async(tensor.view(1, -1), **self._operation(phase)))
+    def _allgather(self, tensor: torch.Tensor, name: str) -> Pending[torch.Tensor]:
+        return self._pending(self._hvd.allgather_async(tensor.view(1, -1), **self._operation(name)))
 
-    def _broadcast(self, tensor: torch.Tensor, root: int, phase: str) -> Pending:
+    def _broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Pending[torch.Tensor]:
         # Horovod names a root by its rank among all processes, also within a process set.
         ranks = self._process_set.ranks
-        root_rank = root if ranks is None else ranks[root]
-        return self._pending(self._hvd.broadcast_async_(tensor, root_rank, **self._operation(phase)))
+        root_rank = ranks[root] if ranks else root
+        return self._pending(self._hvd.broadcast_async_(tensor, root_rank, **self._operation(name)))
+
+    def _alltoall(self, tensor: torch.Tensor, counts: list[int], name: str) -> Pending[Received]:
+        splits = torch.tensor(counts, dtype=torch.int32)
+        handle = self._hvd.alltoall_async(tensor, splits, **self._operation(name))
+
+        def wait() -> Received:
+            received, received_splits = self._hvd.synchronize(handle)
+            return received, received_splits.tolist()
+
+        return Pending(wait)
 
     def gather_texts(self, text: str) -> list[str]:
         """Every rank's text, in rank order; lengths may differ. Collective, blocking, not counted."""
