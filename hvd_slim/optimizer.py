@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -129,9 +128,7 @@ class SlimOptimizer:
 class _Attachment:
     """What the wrapper remembers: its arguments, and the synchronizer once Horovod is needed."""
 
-    def __init__(
-        self, config: SlimConfig, named: NamedParameters, sparse_as_dense: bool, process_set: Any
-    ) -> None:
+    def __init__(self, config: SlimConfig, named: NamedParameters, sparse_as_dense: bool, process_set: Any) -> None:
         self.config, self.named = config, named
         self.sparse_as_dense, self.process_set = sparse_as_dense, process_set
         self._synchronizer: Synchronizer | None = None
@@ -155,9 +152,16 @@ class _Attachment:
         return self._synchronizer
 
 
-@functools.cache
+_classes: dict[type, type[torch.optim.Optimizer]] = {}
+
+
 def _slim_class(base: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    return type(base.__name__, (SlimOptimizer, base), {"__module__": base.__module__, "__doc__": base.__doc__})
+    """The slim form of an optimizer class; always the same one, so that ``type(a) is type(b)`` holds as before."""
+    if base not in _classes:
+        _classes[base] = type(
+            base.__name__, (SlimOptimizer, base), {"__module__": base.__module__, "__doc__": base.__doc__}
+        )
+    return _classes[base]
 
 
 def _base_of(cls: type) -> type[torch.optim.Optimizer]:

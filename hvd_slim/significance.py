@@ -10,9 +10,7 @@ _SAMPLE = 1 << 16
 _MARGIN = 5.0  # standard deviations of the sampled rank that the bracket keeps on either side
 
 
-def significance(
-    weight: torch.Tensor, gradient: torch.Tensor, gradient_weight: float, normalize: bool
-) -> torch.Tensor:
+def significance(weight: torch.Tensor, gradient: torch.Tensor, gradient_weight: float, normalize: bool) -> torch.Tensor:
     """S = \\|w\\| + c·\\|g\\| for every coordinate; with ``normalize`` each term is first divided by its RMS.
 
     Args:
