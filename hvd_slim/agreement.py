@@ -35,7 +35,11 @@ def require_equal(transport: Transport, facts: Sequence[tuple[str, str]]) -> Non
 def _first_difference(first: list[list[str]], other: list[list[str]]) -> tuple[str, str, str] | None:
     for (what, value), (other_what, other_value) in zip(first, other):
         if what != other_what:
-            return "what comes next", f"{what} ({value})", f"{other_what} ({other_value})"
+            return (
+                "what comes next",
+                f"{what} ({value})",
+                f"{other_what} ({other_value})",
+            )
         if value != other_value:
             return what, value, other_value
     if len(first) != len(other):
@@ -52,5 +56,5 @@ def are_equal(transport: Transport, tensors: Sequence[torch.Tensor]) -> bool:
     """
     checksum = 0
     for tensor in tensors:
-        checksum = zlib.crc32(tensor.cpu().view(torch.uint8).numpy(), checksum)
+        checksum = zlib.crc32(tensor.cpu().view(torch.uint8).numpy().data, checksum)
     return len(set(transport.gather_texts(str(checksum)))) == 1

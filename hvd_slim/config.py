@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from fractions import Fraction
 from typing import Any
 
-EXPLORERS = ("random",)
-EXCHANGES = ("allgather", "dense")
+from hvd_slim.values import ROUNDINGS, VALUE_DTYPES
+
+EXPLORERS = ("random", "cyclic", "shared", "greedy", "leader")
+#: explorers that choose one set for all ranks; the others choose one for each rank
+SHARED_EXPLORERS = ("shared", "leader")
+EXCHANGES = ("auto", "allgather", "alltoall", "allreduce", "dense")
+TRANSPORTS = ("horovod", "mpi")
+WARMUPS = ("dense", "linear")
+#: bytes that one collective may carry, summed over ranks: MPI counts are 32-bit integers
+MESSAGE_LIMIT = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,10 +37,30 @@ class SlimConfig:
         gradient_weight: weight c of the gradient in the significance \\|w\\| + c·\\|g\\|, at least 0.
         normalize: divide \\|w\\| and \\|g\\| by their root mean square first, so that
             ``gradient_weight`` has no unit. ``False`` adds the raw values.
-        explorer: which coordinates outside the core travel. ``"random"``: a stratified uniform draw.
-        exchange: how a round moves. ``"allgather"``: core by allreduce, explorers by allgather of
-            offset-value pairs. ``"dense"``: every parameter by allreduce (standard data parallelism
-            on parameter updates).
+        explorer: which coordinates outside the core travel.
+            ``"random"``: a stratified uniform draw, each rank its own (the paper's).
+            ``"cyclic"``: each rank walks through every stratum; no index travels.
+            ``"greedy"``: where the rank's own pending update is largest.
+            ``"shared"``: one random draw for all ranks; no index travels.
+            ``"leader"``: the greedy set of one rank, in turn, for all.
+        exchange: how a round moves.
+            ``"auto"``: the cheapest by prediction, ``"dense"`` when slim would not be faster.
+            ``"allgather"``: pairs to everybody; for few ranks and a private explorer.
+            ``"alltoall"``: pairs to owners and back; for many ranks and a private explorer.
+            ``"allreduce"``: one packed reduction; for ``shared`` and ``leader``.
+            ``"dense"``: every parameter (standard data parallelism on parameter updates); the fractions and the
+            explorer have no say then.
+        transport: who carries the bytes: ``"horovod"``, or ``"mpi"`` for mpi4py.
+        value_dtype: width of core and explorer values on the wire: ``"float32"`` (full width: float64 if the model
+            has it), ``"float16"``, ``"bfloat16"``, ``"int8"`` or ``"int4"`` (block-scaled). What rounding takes away
+            stays in the pending update. A resync is always at full width.
+        rounding: ``"nearest"``, or ``"stochastic"`` for int8 and int4.
+        restore_norm: scale merged changes by γ, so that an adaptive optimizer steps as far as in dense training.
+            None: on for adaptive optimizers, off for others.
+        warmup_rounds: rounds at the beginning that send more; 0 for none.
+        warmup: ``"dense"``: they send everything. ``"linear"``: the part that is sent falls from everything to
+            ``comm_fraction``.
+        max_message_bytes: bytes that one collective may carry, summed over ranks; larger ones are cut.
         seed: seed of the add-on's own generator, in [0, 2^64). The same on all ranks.
 
     Raises:
@@ -46,7 +75,14 @@ class SlimConfig:
     gradient_weight: float = 1.0
     normalize: bool = True
     explorer: str = "random"
-    exchange: str = "allgather"
+    exchange: str = "auto"
+    transport: str = "horovod"
+    value_dtype: str = "float32"
+    rounding: str = "nearest"
+    restore_norm: bool | None = None
+    warmup_rounds: int = 0
+    warmup: str = "dense"
+    max_message_bytes: int = MESSAGE_LIMIT
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -61,7 +97,8 @@ class SlimConfig:
                 f"core_fraction={self.core_fraction!r} is above comm_fraction={self.comm_fraction!r}: the core is "
                 f"part of what is sent; lower core_fraction or raise comm_fraction"
             )
-        for name, least in (("reselect_every", 1), ("resync_every", 0), ("local_steps", 1)):
+        for name, least in (("reselect_every", 1), ("resync_every", 0), ("local_steps", 1), ("warmup_rounds", 0),
+                            ("max_message_bytes", 64)):  # fmt: skip
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give a whole number")
@@ -78,14 +115,51 @@ class SlimConfig:
             raise ValueError(f"seed={self.seed!r} is outside [0, 2^64)")
         _one_of("explorer", self.explorer, EXPLORERS)
         _one_of("exchange", self.exchange, EXCHANGES)
+        _one_of("transport", self.transport, TRANSPORTS)
+        _one_of("value_dtype", self.value_dtype, VALUE_DTYPES)
+        _one_of("rounding", self.rounding, ROUNDINGS)
+        _one_of("warmup", self.warmup, WARMUPS)
+        if not (self.restore_norm is None or isinstance(self.restore_norm, bool)):
+            raise TypeError(f"restore_norm={self.restore_norm!r} is neither True, False nor None")
+        if self.max_message_bytes > MESSAGE_LIMIT:
+            raise ValueError(f"max_message_bytes={self.max_message_bytes!r} is above {MESSAGE_LIMIT}, MPI's own limit")
+        if self.rounding == "stochastic" and self.value_dtype not in ("int8", "int4"):
+            raise ValueError(
+                f"rounding='stochastic' is for value_dtype 'int8' and 'int4', not {self.value_dtype!r}; leave it at "
+                f"'nearest'"
+            )
+        self._check_path()
+
+    def _check_path(self) -> None:
+        """Refuse an explorer on a path that makes no sense for it."""
+        shared = self.explorer in SHARED_EXPLORERS
+        if shared and self.exchange in ("allgather", "alltoall"):
+            raise ValueError(
+                f"explorer={self.explorer!r} chooses one set for all ranks, so exchange={self.exchange!r} would send "
+                f"the same pairs K times; use exchange='allreduce' or 'auto'"
+            )
+        if not shared and self.exchange == "allreduce":
+            raise ValueError(
+                f"explorer={self.explorer!r} chooses a set of its own on every rank, whose values cannot be summed "
+                f"place by place; use exchange='allgather', 'alltoall' or 'auto', or explorer='shared' or 'leader'"
+            )
+
+    def comm_fraction_at(self, round_number: int) -> float:
+        """The part of the model that is sent in ``round_number``; above ``comm_fraction`` during a warm-up."""
+        if round_number >= self.warmup_rounds:
+            return self.comm_fraction
+        if self.warmup == "dense":
+            return 1.0
+        return 1.0 - (1.0 - self.comm_fraction) * round_number / self.warmup_rounds
 
     def core_count(self, n: int) -> int:
         """Size of the core set for ``n`` parameters: ⌈βn⌉."""
         return ceil_fraction(self.core_fraction, n)
 
-    def explorer_count(self, n: int) -> int:
-        """Size of one rank's explorer set for ``n`` parameters: ⌈αn⌉ − ⌈βn⌉."""
-        return ceil_fraction(self.comm_fraction, n) - self.core_count(n)
+    def explorer_count(self, n: int, round_number: int | None = None) -> int:
+        """Size of one rank's explorer set for ``n`` parameters: ⌈αn⌉ − ⌈βn⌉; in a round of the warm-up, its own."""
+        fraction = self.comm_fraction if round_number is None else self.comm_fraction_at(round_number)
+        return ceil_fraction(fraction, n) - self.core_count(n)
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as plain values, for checkpoints, logs and comparison across ranks."""
@@ -94,8 +168,6 @@ class SlimConfig:
 
 def ceil_fraction(fraction: float, n: int) -> int:
     """⌈fraction · n⌉, computed exactly on the fraction as the user wrote it (0.1 · 10 is 1, not 2)."""
-    from fractions import Fraction
-
     return min(n, math.ceil(Fraction(repr(float(fraction))) * n))
 
 

@@ -1,69 +1,268 @@
 """Which coordinates outside the core travel this round.
 
-An explorer works on *positions* in the sorted list of the m coordinates outside the core (0 ≤ position < m). It knows
-nothing of the model, of the core, or of how positions become coordinates.
+An explorer works on *positions* in the ascending list of the m coordinates outside the core (0 ≤ position < m). It
+knows nothing of the model, of the core, or of how positions become coordinates. What has to travel so that others know
+a rank's positions are its *indices*, one for each position, in ascending order of positions.
 """
 
 from __future__ import annotations
 
+import abc
+import dataclasses
+
 import numpy as np
 import torch
 
-from hvd_slim.rng import EXPLORER_STREAM, raw_words
+from hvd_slim.rng import CYCLIC_STREAM, EXPLORER_STREAM, SHARED_STREAM, raw_words
+from hvd_slim.significance import top_coordinates
 
 
-class RandomExplorer:
-    """The paper's explorer: a stratified uniform draw, private to each rank.
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """One rank's explorer set of one round.
 
-    The m positions, rotated by a random shift each round, are cut at whole numbers into ``count`` strata whose lengths
-    differ by at most one; one uniform draw in each. Hence exactly ``count`` distinct positions, and, thanks to the
-    rotation, the same probability count/m for every position. Only the offset in the stratum has to travel.
+    Attributes:
+        positions: shape (count,), ascending, distinct, int32 or int64.
+        indices: shape (count,), the explorer's ``index_dtype``; None if receivers recompute the positions.
+        first: number of the stratum that the first position lies in; later positions lie in the following ones.
+    """
+
+    positions: torch.Tensor
+    indices: torch.Tensor | None
+    first: int
+
+
+class Explorer(abc.ABC):
+    """Chooses ``count`` of ``population`` positions, anew each round.
 
     Args:
         population: m, the number of coordinates outside the core.
         count: how many of them travel, 0 ≤ count ≤ m.
-        seed: the run's seed.
+        seed: the run's seed, the same on all ranks.
+        size: K, the number of ranks.
         device: where positions are wanted.
+
+    Attributes:
+        index_dtype: dtype of an index on the wire, None if no index travels.
+        private: whether each rank has a set of its own; otherwise one set holds for all ranks.
+        by_pending_update: whether ``draw`` looks at the pending update.
     """
 
-    def __init__(self, population: int, count: int, seed: int, device: torch.device) -> None:
+    private = True
+    by_pending_update = False
+    index_dtype: torch.dtype | None = None
+
+    def __init__(self, population: int, count: int, seed: int, size: int, device: torch.device) -> None:
         if not 0 <= count <= population:
             raise ValueError(f"cannot draw {count} distinct coordinates out of {population}")
-        self.population, self.count, self.seed, self.device = population, count, seed, device
-        bounds = (np.arange(count + 1, dtype=np.int64) * population) // max(count, 1)
-        self._lengths = np.diff(bounds)
-        # start + offset + shift stays below 2m.
-        self._position_dtype = torch.int32 if 2 * population <= torch.iinfo(torch.int32).max else torch.int64
-        self._starts = torch.from_numpy(bounds[:-1]).to(device, self._position_dtype)
-        longest = int(self._lengths.max(initial=0))
-        self.offset_dtype = torch.uint8 if longest <= 256 else torch.int32
-        if longest > torch.iinfo(torch.int32).max:
-            raise ValueError(
-                f"a stratum of {longest} coordinates does not fit a four-byte offset; raise comm_fraction or lower "
-                f"core_fraction so that more than {count} of {population} coordinates are explored"
-            )
+        self.population, self.count, self.seed, self.size, self.device = (
+            population,
+            count,
+            seed,
+            size,
+            device,
+        )
 
     @property
     def index_bytes(self) -> int:
-        """Bytes that one offset takes on the wire: 1 while no stratum has more than 256 members, else 4."""
-        return self.offset_dtype.itemsize
+        """Bytes that one index takes on the wire."""
+        return 0 if self.index_dtype is None else self.index_dtype.itemsize
 
-    def draw(self, round_number: int, rank: int) -> torch.Tensor:
-        """The offsets that ``rank`` draws in ``round_number``: shape (count,), ``offset_dtype``, in stratum order."""
-        words = raw_words(self.seed, EXPLORER_STREAM, round_number, rank, 1 + (self.count + 1) // 2)
+    @abc.abstractmethod
+    def draw(self, round_number: int, rank: int, magnitude: torch.Tensor | None = None) -> Draw:
+        """``rank``'s set in ``round_number``.
+
+        Args:
+            magnitude: |u_k| at every position, shape (m,), float; only read if ``by_pending_update``.
+        """
+
+    @abc.abstractmethod
+    def positions(
+        self,
+        indices: torch.Tensor | None,
+        first: int,
+        count: int,
+        round_number: int,
+        rank: int,
+    ) -> torch.Tensor:
+        """The ``count`` consecutive positions of ``rank``'s set that begin in stratum ``first``, from their indices."""
+
+
+class _Stratified(Explorer):
+    """The m positions, cut at whole numbers into ``count`` strata whose lengths differ by at most one; one in each."""
+
+    def __init__(self, population: int, count: int, seed: int, size: int, device: torch.device) -> None:
+        super().__init__(population, count, seed, size, device)
+        bounds = (np.arange(count + 1, dtype=np.int64) * population) // max(count, 1)
+        self._lengths = np.diff(bounds)
+        self._longest = int(self._lengths.max(initial=0))
+        # start + offset + shift stays below 2m.
+        self._position_dtype = torch.int32 if 2 * population <= torch.iinfo(torch.int32).max else torch.int64
+        self._starts = torch.from_numpy(bounds[:-1]).to(device, self._position_dtype)
+
+    def _rotated(self, strata_starts: torch.Tensor, offsets: torch.Tensor, shift: int) -> torch.Tensor:
+        positions = strata_starts + offsets.to(self._position_dtype)
+        if shift:
+            positions += shift
+            positions -= (positions >= self.population).to(self._position_dtype) * self.population
+        return positions
+
+    def _ascending(self, offsets: torch.Tensor, shift: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Positions and offsets in ascending order of positions, and the stratum of the first."""
+        positions = self._rotated(self._starts, offsets, shift)
+        if not shift:
+            return positions, offsets, 0
+        # Strata ascend, so the positions that leave the end of the list are the last ones; rotated, they come first.
+        first = int((positions >= shift).sum())
+        if first == self.count:
+            return positions, offsets, 0
+        return torch.roll(positions, -first), torch.roll(offsets, -first), first
+
+    def _strata(self, first: int, count: int) -> torch.Tensor:
+        """Starts of ``count`` strata from ``first`` on, around the end."""
+        if first + count <= self.count:
+            return self._starts[first : first + count]
+        return torch.cat([self._starts[first:], self._starts[: first + count - self.count]])
+
+
+class RandomExplorer(_Stratified):
+    """The paper's explorer: one uniform draw in each stratum, private to each rank.
+
+    The list is rotated by a random shift each round before it is cut, so that every position is equally likely,
+    count/m. Only the offset in the stratum travels: one byte while no stratum has more than 256 members, else four.
+    """
+
+    _stream = EXPLORER_STREAM
+
+    def __init__(self, population: int, count: int, seed: int, size: int, device: torch.device) -> None:
+        super().__init__(population, count, seed, size, device)
+        if self._longest > torch.iinfo(torch.int32).max:
+            raise ValueError(
+                f"a stratum of {self._longest} coordinates does not fit a four-byte offset; raise comm_fraction or "
+                f"lower core_fraction so that more than {count} of {population} coordinates are explored"
+            )
+        self.index_dtype = torch.uint8 if self._longest <= 256 else torch.int32
+
+    def draw(self, round_number: int, rank: int, magnitude: torch.Tensor | None = None) -> Draw:
+        """``rank``'s set in ``round_number``."""
+        words = raw_words(self.seed, self._stream, round_number, rank, 1 + (self.count + 1) // 2)
         draws = words[1:].view(np.uint32)[: self.count].astype(np.uint64)
         draws *= self._lengths.view(np.uint64)
         draws >>= np.uint64(32)
-        return torch.from_numpy(draws.view(np.int64)).to(self.offset_dtype).to(self.device)
+        dtype = torch.uint8 if self._longest <= 256 else torch.int32
+        offsets = torch.from_numpy(draws.view(np.int64)).to(dtype).to(self.device)
+        return Draw(*self._ascending(offsets, self._shift(round_number, rank)))
 
-    def positions(self, offsets: torch.Tensor, round_number: int, rank: int) -> torch.Tensor:
-        """The positions, ascending, that ``rank``'s offsets mean: shape (count,), int32 or int64."""
-        if self.count == 0:
-            return self._starts
-        shift = int(raw_words(self.seed, EXPLORER_STREAM, round_number, rank, 1)[0] % self.population)
-        positions = self._starts + offsets.to(self._position_dtype)
-        positions += shift
-        # Strata ascend, so the positions that leave the end of the list are the last ones; rotated, they come first.
-        first_wrapped = int(torch.searchsorted(positions, self.population))
-        positions[first_wrapped:] -= self.population
-        return torch.roll(positions, self.count - first_wrapped)
+    def positions(
+        self,
+        indices: torch.Tensor | None,
+        first: int,
+        count: int,
+        round_number: int,
+        rank: int,
+    ) -> torch.Tensor:
+        """Positions from the strata and the offsets that travelled."""
+        assert indices is not None
+        return self._rotated(self._strata(first, count), indices, self._shift(round_number, rank))
+
+    def _shift(self, round_number: int, rank: int) -> int:
+        word = raw_words(self.seed, self._stream, round_number, rank, 1)[0]
+        return int(word % self.population) if self.population else 0
+
+
+class SharedExplorer(RandomExplorer):
+    """One random draw for all ranks, from a stream that all share: no index travels, values go by reduction."""
+
+    private = False
+    _stream = SHARED_STREAM
+
+    def __init__(self, population: int, count: int, seed: int, size: int, device: torch.device) -> None:
+        super().__init__(population, count, seed, size, device)
+        self.index_dtype = None
+
+    def draw(self, round_number: int, rank: int, magnitude: torch.Tensor | None = None) -> Draw:
+        """Everybody's set in ``round_number``, whatever ``rank``."""
+        return super().draw(round_number, 0)
+
+
+class CyclicExplorer(_Stratified):
+    """Each rank walks through every stratum, one step a round: bounded staleness, no index travels.
+
+    offset = (hash(stratum) + round + shift of the rank) mod length; every position is visited once in as many rounds
+    as the longest stratum has members. The shifts spread the ranks evenly over a stratum.
+    """
+
+    def __init__(self, population: int, count: int, seed: int, size: int, device: torch.device) -> None:
+        super().__init__(population, count, seed, size, device)
+        words = raw_words(seed, CYCLIC_STREAM, 0, 0, (count + 1) // 2).view(np.uint32)[:count]
+        lengths = torch.from_numpy(self._lengths)
+        start_offsets = torch.from_numpy(words.astype(np.int64)) % lengths
+        self._start_offsets = start_offsets.to(device, self._position_dtype)
+        self._length = lengths.to(device, self._position_dtype)
+
+    def draw(self, round_number: int, rank: int, magnitude: torch.Tensor | None = None) -> Draw:
+        """``rank``'s set in ``round_number``."""
+        return Draw(self.positions(None, 0, self.count, round_number, rank), None, 0)
+
+    def positions(
+        self,
+        indices: torch.Tensor | None,
+        first: int,
+        count: int,
+        round_number: int,
+        rank: int,
+    ) -> torch.Tensor:
+        """Positions, recomputed."""
+        part = slice(first, first + count)
+        step = round_number % (self._longest * (self._longest - 1)) if self._longest > 1 else 0
+        ahead = rank * self._longest // self.size + step
+        offsets = (self._start_offsets[part].long() + ahead) % self._length[part]
+        return self._starts[part] + offsets.to(self._position_dtype)
+
+
+class GreedyExplorer(Explorer):
+    """The positions where this rank has most to tell: the largest |u_k|, ties to the lower; private, sent as such."""
+
+    by_pending_update = True
+
+    def __init__(self, population: int, count: int, seed: int, size: int, device: torch.device) -> None:
+        super().__init__(population, count, seed, size, device)
+        self.index_dtype = torch.int32 if population <= 2**31 else torch.int64
+
+    def draw(self, round_number: int, rank: int, magnitude: torch.Tensor | None = None) -> Draw:
+        """``rank``'s set in ``round_number``."""
+        assert magnitude is not None
+        assert self.index_dtype is not None
+        positions = top_coordinates(magnitude, self.count).to(self.index_dtype)
+        return Draw(positions, positions, 0)
+
+    def positions(
+        self,
+        indices: torch.Tensor | None,
+        first: int,
+        count: int,
+        round_number: int,
+        rank: int,
+    ) -> torch.Tensor:
+        """The indices are the positions."""
+        assert indices is not None
+        return indices
+
+
+class LeaderExplorer(GreedyExplorer):
+    """The greedy set of rank (round mod K), broadcast to all; values go by reduction."""
+
+    private = False
+
+    def leader(self, round_number: int) -> int:
+        """The rank whose pending update decides in ``round_number``."""
+        return round_number % self.size
+
+
+EXPLORERS: dict[str, type[Explorer]] = {
+    "random": RandomExplorer,
+    "cyclic": CyclicExplorer,
+    "shared": SharedExplorer,
+    "greedy": GreedyExplorer,
+    "leader": LeaderExplorer,
+}

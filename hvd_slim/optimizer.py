@@ -10,11 +10,15 @@ from typing import Any
 
 import torch
 
+from hvd_slim.adaptive import is_adaptive
 from hvd_slim.config import SlimConfig
-from hvd_slim.naming import NamedParameters, check_named_parameters, trainable_parameters
-from hvd_slim.stats import Stats
+from hvd_slim.naming import (
+    NamedParameters,
+    check_named_parameters,
+    trainable_parameters,
+)
 from hvd_slim.synchronizer import Synchronizer
-from hvd_slim.transport.horovod import HorovodTransport
+from hvd_slim.transport import make_transport
 
 _STATE_KEY = "hvd_slim"
 # Optimizers are made in the same order on every rank of a process set, so equal numbers meet.
@@ -85,8 +89,9 @@ class SlimOptimizer:
     def global_parameters(self) -> contextlib.AbstractContextManager[None]:
         """Context in which the model holds the global model w̄, equal on all ranks: for evaluation or a checkpoint.
 
-        Not collective, no communication. ``step()`` inside it is an error. Before the first step the live
-        parameters are left as they are.
+        No communication, not collective, except with ``exchange="alltoall"``, where w̄ is gathered from its owners:
+        then every rank has to enter. ``step()`` inside it is an error. Before the first step the live parameters are
+        left as they are.
         """
         return self._slim.synchronizer().global_parameters()
 
@@ -114,27 +119,46 @@ class SlimOptimizer:
 
         Without slim state (a bare optimizer's checkpoint) the live parameters of the next step start a new run.
         """
-        super().load_state_dict({k: v for k, v in state_dict.items() if k != _STATE_KEY})  # type: ignore[misc]
+        bare = {key: value for key, value in state_dict.items() if key != _STATE_KEY}
+        super().load_state_dict(bare)  # type: ignore[misc]
         self._slim.renew()
         if _STATE_KEY in state_dict:
             self._slim.synchronizer().load_state_dict(state_dict[_STATE_KEY])
 
     def __reduce__(self) -> Any:
-        base_state = super().__getstate__()  # type: ignore[misc]
+        base_state = super().__getstate__()
         slim_state = self._slim.synchronizer().state_dict() if self._slim.started else None
-        return _rebuild, (_base_of(type(self)), base_state, self._slim.settings(), slim_state)
+        return _rebuild, (
+            _base_of(type(self)),
+            base_state,
+            self._slim.settings(),
+            slim_state,
+        )
 
 
 class _Attachment:
     """What the wrapper remembers: its arguments, and the synchronizer once Horovod is needed."""
 
-    def __init__(self, config: SlimConfig, named: NamedParameters, sparse_as_dense: bool, process_set: Any) -> None:
-        self.config, self.named = config, named
+    def __init__(
+        self,
+        config: SlimConfig,
+        named: NamedParameters,
+        restore_norm: bool,
+        sparse_as_dense: bool,
+        process_set: Any,
+    ) -> None:
+        self.config, self.named, self.restore_norm = config, named, restore_norm
         self.sparse_as_dense, self.process_set = sparse_as_dense, process_set
         self._synchronizer: Synchronizer | None = None
 
     def settings(self) -> tuple[Any, ...]:
-        return self.config, self.named, self.sparse_as_dense, self.process_set
+        return (
+            self.config,
+            self.named,
+            self.restore_norm,
+            self.sparse_as_dense,
+            self.process_set,
+        )
 
     @property
     def started(self) -> bool:
@@ -148,7 +172,8 @@ class _Attachment:
         if self._synchronizer is None:
             identity = 0 if self.process_set is None else self.process_set.process_set_id
             name = f"hvd_slim.{next(_numbers[identity])}"
-            self._synchronizer = Synchronizer(self.config, HorovodTransport(name, self.process_set, Stats()))
+            transport = make_transport(self.config, name, self.process_set)
+            self._synchronizer = Synchronizer(self.config, transport, self.restore_norm)
         return self._synchronizer
 
 
@@ -159,7 +184,9 @@ def _slim_class(base: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer
     """The slim form of an optimizer class; always the same one, so that ``type(a) is type(b)`` holds as before."""
     if base not in _classes:
         _classes[base] = type(
-            base.__name__, (SlimOptimizer, base), {"__module__": base.__module__, "__doc__": base.__doc__}
+            base.__name__,
+            (SlimOptimizer, base),
+            {"__module__": base.__module__, "__doc__": base.__doc__},
         )
     return _classes[base]
 
@@ -169,7 +196,10 @@ def _base_of(cls: type) -> type[torch.optim.Optimizer]:
 
 
 def _rebuild(
-    base: type[torch.optim.Optimizer], base_state: dict[str, Any], settings: tuple[Any, ...], slim_state: Any
+    base: type[torch.optim.Optimizer],
+    base_state: dict[str, Any],
+    settings: tuple[Any, ...],
+    slim_state: Any,
 ) -> torch.optim.Optimizer:
     cls = _slim_class(base)
     optimizer = cls.__new__(cls)
@@ -180,7 +210,7 @@ def _rebuild(
     return optimizer
 
 
-def DistributedOptimizer(  # noqa: N802  (Horovod's name)
+def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     compression: Any = None,
@@ -233,9 +263,11 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer")
     if isinstance(optimizer, SlimOptimizer):
-        raise ValueError("this optimizer is already distributed by hvd_slim; wrap the bare torch optimizer, once")
+        raise ValueError(  # noqa: TRY004
+            "this optimizer is already distributed by hvd_slim; wrap the bare torch optimizer, once"
+        )
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError(
+        raise TypeError(
             "LBFGS cannot be distributed: it evaluates the closure a number of times that differs between ranks, and "
             "its line search would follow each rank's own loss. Use SGD, Adam or another one-step optimizer."
         )
@@ -257,7 +289,10 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
             f"parameters into one buffer already; leave both out"
         )
     named = check_named_parameters(optimizer, named_parameters)
-    attachment = _Attachment(compression, named, bool(sparse_as_dense), process_set)
+    restore_norm = compression.restore_norm
+    if restore_norm is None:
+        restore_norm = is_adaptive(type(optimizer), optimizer.defaults)
+    attachment = _Attachment(compression, named, restore_norm, bool(sparse_as_dense), process_set)
     # A scheduler made earlier has put its own mark around the bare step; ours carries that mark itself.
     optimizer.__dict__.pop("step", None)
     optimizer.__class__ = _slim_class(type(optimizer))

@@ -10,6 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 EXPLORER_STREAM = 1
+SHARED_STREAM = 3  # 2 is that of hvd_slim.values
+CYCLIC_STREAM = 4
 
 
 def raw_words(seed: int, stream: int, round_number: int, rank: int, count: int) -> np.ndarray:

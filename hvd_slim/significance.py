@@ -10,7 +10,12 @@ _SAMPLE = 1 << 16
 _MARGIN = 5.0  # standard deviations of the sampled rank that the bracket keeps on either side
 
 
-def significance(weight: torch.Tensor, gradient: torch.Tensor, gradient_weight: float, normalize: bool) -> torch.Tensor:
+def significance(
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    gradient_weight: float,
+    normalize: bool,
+) -> torch.Tensor:
     """S = \\|w\\| + c·\\|g\\| for every coordinate; with ``normalize`` each term is first divided by its RMS.
 
     Args:
@@ -22,8 +27,37 @@ def significance(weight: torch.Tensor, gradient: torch.Tensor, gradient_weight: 
         counts as most significant.
     """
     wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
-    score = weight.to(wide, copy=True).abs_()
-    slope = gradient.to(wide, copy=True).abs_()
+    return _combine(
+        weight.to(wide, copy=True),
+        gradient.to(wide, copy=True),
+        gradient_weight,
+        normalize,
+    )
+
+
+def of_arena(arena: Arena, gradient_weight: float, normalize: bool) -> torch.Tensor:
+    """The significance of every coordinate from this rank's live parameters and gradients; none counts as zero.
+
+    Returns:
+        Shape (n,), the arena's value dtype.
+    """
+    weight = torch.empty(arena.n, dtype=arena.value_dtype, device=arena.device)
+    gradient = torch.zeros_like(weight)
+    for segment in arena.segments():
+        weight[segment.start : segment.stop] = segment.read_all()
+        if segment.parameter.grad is not None:
+            gradient[segment.start : segment.stop] = segment.flatten(segment.parameter.grad.detach())
+    return _combine(weight, gradient, gradient_weight, normalize)
+
+
+def _combine(
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    gradient_weight: float,
+    normalize: bool,
+) -> torch.Tensor:
+    """The significance, in the memory of ``weight``; ``gradient`` is used up."""
+    score, slope = weight.abs_(), gradient.abs_()
     factor = gradient_weight
     if normalize:
         score_scale, slope_scale = _root_mean_square(score), _root_mean_square(slope)
@@ -36,12 +70,15 @@ def significance(weight: torch.Tensor, gradient: torch.Tensor, gradient_weight: 
 
 
 def _root_mean_square(values: torch.Tensor) -> float:
-    """RMS in float64, scaled by the maximum so that squares neither overflow nor vanish; 0 if there is none."""
+    """RMS of values ≥ 0, taken in float64; 0 if there is none or it is not finite."""
     largest = float(values.max()) if values.numel() else 0.0
     if not 0.0 < largest < float("inf"):
         return 0.0
-    norm = float(torch.linalg.vector_norm(values / largest, dtype=torch.float64))
-    return largest * norm / values.numel() ** 0.5
+    if values.dtype == torch.float64:  # whose squares could overflow or vanish
+        norm = largest * float(torch.linalg.vector_norm(values / largest))
+    else:
+        norm = float(torch.linalg.vector_norm(values, dtype=torch.float64))
+    return norm / values.numel() ** 0.5
 
 
 def top_coordinates(score: torch.Tensor, count: int) -> torch.Tensor:
@@ -81,18 +118,3 @@ def _kth_largest(score: torch.Tensor, k: int) -> float:
         if above < k <= above + inside.numel():
             score, k = inside, k - above
     return float(torch.kthvalue(score, score.numel() - k + 1).values)
-
-
-def of_arena(arena: Arena, gradient_weight: float, normalize: bool) -> torch.Tensor:
-    """The significance of every coordinate from this rank's live parameters and gradients; none counts as zero.
-
-    Returns:
-        Shape (n,), the arena's value dtype.
-    """
-    weight = torch.empty(arena.n, dtype=arena.value_dtype, device=arena.device)
-    gradient = torch.zeros_like(weight)
-    for segment in arena.segments():
-        weight[segment.start : segment.stop] = segment.read_all()
-        if segment.parameter.grad is not None:
-            gradient[segment.start : segment.stop] = segment.flatten(segment.parameter.grad.detach())
-    return significance(weight, gradient, gradient_weight, normalize)

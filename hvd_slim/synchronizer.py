@@ -15,9 +15,9 @@ import torch
 from hvd_slim import significance, wire
 from hvd_slim.agreement import are_equal, require_equal
 from hvd_slim.arena import Arena, LayoutError
-from hvd_slim.config import SlimConfig
-from hvd_slim.exchange.allgather import AllgatherExchange
-from hvd_slim.exchange.dense import DenseExchange
+from hvd_slim.config import SHARED_EXPLORERS, SlimConfig
+from hvd_slim.exchange import PATHS
+from hvd_slim.exchange.base import Exchange, SlimExchange
 from hvd_slim.global_model import GlobalModel
 from hvd_slim.stats import Stats
 from hvd_slim.transport.base import Transport
@@ -33,16 +33,15 @@ class Synchronizer:
     Args:
         config: the settings, equal on all ranks.
         transport: carries the bytes. With one rank nothing is sent, kept or changed.
+        restore_norm: scale merged changes by γ.
     """
 
-    def __init__(self, config: SlimConfig, transport: Transport) -> None:
-        self.config, self.transport = config, transport
+    def __init__(self, config: SlimConfig, transport: Transport, restore_norm: bool) -> None:
+        self.config, self.transport, self.restore_norm = config, transport, restore_norm
         self.steps = self.rounds = self.selections = 0
         self._named: tuple[tuple[str, torch.Tensor], ...] = ()
         self._core: torch.Tensor | None = None
-        self._global_model: GlobalModel | None = None
-        self._dense: DenseExchange | None = None
-        self._slim: AllgatherExchange | None = None
+        self._exchange: Exchange | None = None
         self._restored: dict[str, Any] | None = None
         self._swapped = False
         if self.alone:
@@ -69,8 +68,8 @@ class Synchronizer:
         same = len(trainable) == len(self._named) and all(
             new is old for (_, new), (_, old) in zip(trainable, self._named)
         )
-        if self._global_model is not None:
-            if same and self._global_model.arena.refresh():
+        if self._exchange is not None:
+            if same and self._exchange.arena.refresh():
                 return
             if not same:
                 # What leaves the index space must leave it equal on all ranks.
@@ -81,34 +80,50 @@ class Synchronizer:
         """Count the local step and run a round when one is due. Collective."""
         self.steps += 1
         self.stats.steps += 1
-        if self.alone or self._global_model is None:
+        if self._exchange is None:
             return
         size = self.transport.size
-        self.stats.dense_bytes += 2 * (size - 1) / size * sum(flat.nbytes for flat in self._global_model.flat)
+        self.stats.dense_bytes += 2 * (size - 1) / size * sum(flat.nbytes for flat in self._exchange.model.flat)
         if self.steps % self.config.local_steps == 0:
             self._round()
 
     def _round(self) -> None:
-        assert self._dense is not None
-        config, number = self.config, self.rounds
-        if self._slim is None:
-            self._dense.exchange()
+        assert self._exchange is not None
+        exchange, number = self._exchange, self.rounds
+        if number < self.config.warmup_rounds and self.config.warmup == "dense":
+            exchange.dense("dense", self.restore_norm)
+        elif isinstance(exchange, SlimExchange):
+            self._slim_round(exchange, number)
         else:
-            if self._core is None or number % config.reselect_every == 0:
-                self._reselect()
-            if config.resync_every and (number + 1) % config.resync_every == 0:
-                self.resync()
-            else:
-                self._slim.exchange(number)
+            exchange.exchange(number)
         self.rounds += 1
         self.stats.rounds += 1
+
+    def _slim_round(self, exchange: SlimExchange, number: int) -> None:
+        """Re-selection and resync when they are due, else the slim exchange. A resync takes its place."""
+        config = self.config
+        reselect = self._core is None or number % config.reselect_every == 0
+        must_resync = reselect and self._core is not None and exchange.resync_at_reselection
+        if reselect:
+            self._reselect(exchange)
+        if must_resync or (config.resync_every and (number + 1) % config.resync_every == 0):
+            self.resync()
+        else:
+            exchange.set_explorer_count(config.explorer_count(exchange.arena.n, number))
+            exchange.exchange(number)
 
     # Parts of it ----------------------------------------------------------------------------------------------------
 
     def _start(self, trainable: tuple[tuple[str, torch.Tensor], ...]) -> None:
         """Agree on the model and the options, make all replicas equal, and set w̄ to them. Collective."""
         facts = [(name, repr(value)) for name, value in self.config.to_dict().items()]
-        facts.append(("the round to start from", str((self._restored or self._counters())["rounds"])))
+        facts.append(("restore_norm as found for the optimizer", repr(self.restore_norm)))
+        facts.append(
+            (
+                "the round to start from",
+                str((self._restored or self._counters())["rounds"]),
+            )
+        )
         problem: LayoutError | None = None
         try:
             arena = Arena(trainable)
@@ -120,38 +135,43 @@ class Synchronizer:
         if problem is not None:
             raise problem
 
-        model = GlobalModel(arena)
+        model, path = GlobalModel(arena), self._path(arena.n)
         restored, self._restored = self._restored, None
-        if restored is not None:
-            self._apply(restored, model)
-        if not are_equal(self.transport, model.flat):
-            log.warning(
-                "rank %d: the ranks start from different parameters; rank 0's are broadcast to all", self.transport.rank
-            )
-            for flat in model.flat:
-                raw = flat.view(torch.uint8)
-                raw.copy_(self.transport.broadcast(raw, 0, "start").wait())
-            model.copy_to_live()
+        same_run = restored is not None and self._restore_model(restored, model, path)
+        if not same_run or PATHS[path].replicated:
+            self._make_equal(model)
+        self._exchange = PATHS[path](model, self.transport, self.config, self.restore_norm)
+        self._named, self._core = (
+            trainable,
+            None,
+        )  # an older core belongs to an index space that is gone
+        if restored is not None and same_run:
+            self._restore_exchange(restored, self._exchange)
 
-        n = arena.n
-        self._named, self._global_model = trainable, model
-        self._dense = DenseExchange(model, self.transport)
-        core_count, explorer_count = self.config.core_count(n), self.config.explorer_count(n)
-        if self.config.exchange == "dense" or core_count == n:
-            self._slim = None
-        else:
-            self._slim = AllgatherExchange(model, self.transport, core_count, explorer_count, self.config.seed)
-            if self._core is not None and restored is None:
-                self._core = None  # coordinates of an index space that is gone
-            if self._core is not None:
-                self._slim.set_core(self._core)
+    def _path(self, n: int) -> str:
+        config = self.config
+        if config.exchange == "dense" or config.core_count(n) == n:
+            return "dense"
+        if config.exchange == "auto":
+            return "allreduce" if config.explorer in SHARED_EXPLORERS else "allgather"
+        return config.exchange
 
-    def _reselect(self) -> None:
+    def _make_equal(self, model: GlobalModel) -> None:
+        """Broadcast rank 0's w̄ if the ranks' differ. Collective."""
+        if are_equal(self.transport, model.flat):
+            return
+        log.warning(
+            "rank %d: the ranks start from different parameters; rank 0's are broadcast to all",
+            self.transport.rank,
+        )
+        for flat in model.flat:
+            self.transport.broadcast(flat.view(torch.uint8), 0, "start").wait()
+        model.settle_everywhere()
+
+    def _reselect(self, exchange: SlimExchange) -> None:
         """Choose the core on one rank, in turn, from its own parameters and gradient, and tell all. Collective."""
-        assert self._global_model is not None
-        assert self._slim is not None
-        arena, transport = self._global_model.arena, self.transport
-        count, root = self.config.core_count(arena.n), self.selections % transport.size
+        arena, transport = exchange.arena, self.transport
+        count, root = exchange.core_count, self.selections % transport.size
         with self.stats.timed("select"):
             if transport.rank == root:
                 score = significance.of_arena(arena, self.config.gradient_weight, self.config.normalize)
@@ -160,24 +180,24 @@ class Synchronizer:
                 packed = torch.empty(wire.set_nbytes(count, arena.n), dtype=torch.uint8)
             packed = transport.broadcast(packed, root, "select").wait()
             self._core = wire.unpack_set(packed, count, arena.n).to(arena.device)
-            self._slim.set_core(self._core)
+            exchange.set_core(self._core)
         self.selections += 1
         self.stats.reselections += 1
 
     def resync(self) -> None:
         """Exchange every pending update; all replicas are equal afterwards. Collective."""
-        if self._dense is not None:
-            self._dense.exchange("resync")
+        if self._exchange is not None:
+            self._exchange.dense("resync", restore_norm=False)
             self.stats.resyncs += 1
 
     @contextlib.contextmanager
     def global_parameters(self) -> Iterator[None]:
-        """Inside the context the live parameters hold w̄. No communication."""
-        model = self._global_model
-        if self._swapped or model is None:
+        """Inside the context the live parameters hold w̄. Collective on the alltoall path only."""
+        if self._swapped or self._exchange is None:
             yield
             return
-        model.arena.refresh()
+        self._exchange.arena.refresh()
+        model = self._exchange.whole_model()
         model.swap_with_live()
         self._swapped = True
         try:
@@ -189,42 +209,76 @@ class Synchronizer:
     # Checkpoints ----------------------------------------------------------------------------------------------------
 
     def _counters(self) -> dict[str, Any]:
-        return {"steps": self.steps, "rounds": self.rounds, "selections": self.selections}
+        return {
+            "steps": self.steps,
+            "rounds": self.rounds,
+            "selections": self.selections,
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """All that an exact resume needs beside the live parameters. Not collective; tensors are copies."""
         if self._restored is not None:
             return dict(self._restored)
-        state: dict[str, Any] = {"version": 1, "config": self.config.to_dict(), **self._counters()}
-        if self._global_model is not None:
+        state: dict[str, Any] = {
+            "version": 1,
+            "config": self.config.to_dict(),
+            **self._counters(),
+        }
+        if self._exchange is not None:
             if self._swapped:
                 raise RuntimeError("state_dict() inside global_parameters(): leave the context, then save")
-            state["layout"] = self._global_model.arena.describe()
-            state["global_model"] = [flat.clone() for flat in self._global_model.flat]
-            state["core"] = None if self._core is None else wire.pack_set(self._core, self._global_model.arena.n)
+            arena = self._exchange.arena
+            state["size"] = self.transport.size
+            state["path"] = self._path(arena.n)
+            state["layout"] = arena.describe()
+            state["global_model"] = [flat.clone() for flat in self._exchange.model.flat]
+            state["core"] = None if self._core is None else wire.pack_set(self._core, arena.n)
+            state["exchange"] = self._exchange.state()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a run where ``state_dict`` left it, from the next step on. Not collective."""
         if state.get("version") != 1:
             raise ValueError(f"hvd_slim state of version {state.get('version')!r} cannot be read; this is version 1")
-        self.steps, self.rounds, self.selections = state["steps"], state["rounds"], state["selections"]
-        self._restored, self._named, self._global_model, self._dense, self._slim = dict(state), (), None, None, None
+        self.steps, self.rounds, self.selections = (
+            state["steps"],
+            state["rounds"],
+            state["selections"],
+        )
+        self._restored, self._named, self._exchange, self._core = (
+            dict(state),
+            (),
+            None,
+            None,
+        )
 
-    def _apply(self, state: dict[str, Any], model: GlobalModel) -> None:
+    def _restore_model(self, state: dict[str, Any], model: GlobalModel, path: str) -> bool:
+        """Take w̄ from a checkpoint; whether the run it belongs to had this path and as many ranks."""
         if "global_model" not in state:
-            return
-        arena = model.arena
-        if [tuple(fact) for fact in state["layout"]] != arena.describe():
+            return False
+        here = model.arena.describe()
+        if [tuple(fact) for fact in state["layout"]] != here:
             raise ValueError(
                 f"rank {self.transport.rank}: the checkpoint's parameters are not this model's "
-                f"({len(state['layout'])} in the checkpoint, {len(arena.describe())} here, or other names, shapes or "
-                f"dtypes); build the model that was saved"
+                f"({len(state['layout'])} in the checkpoint, {len(here)} here, or other names, shapes or dtypes); "
+                f"build the model that was saved"
             )
         if state["config"] != self.config.to_dict():
             log.warning("the checkpoint was written with other hvd_slim options; this run's options are used")
         for flat, saved in zip(model.flat, state["global_model"]):
             flat.copy_(saved)
-        same_core = state["core"] is not None and state["config"]["core_fraction"] == self.config.core_fraction
-        count = self.config.core_count(arena.n)
-        self._core = wire.unpack_set(state["core"].cpu(), count, arena.n).to(arena.device) if same_core else None
+        if (state["path"], state["size"]) == (path, self.transport.size):
+            return True
+        log.warning(
+            "the checkpoint was written by %d ranks with exchange %r; what ranks other than its writer had pending "
+            "is dropped", state["size"], state["path"],
+        )  # fmt: skip
+        return False
+
+    def _restore_exchange(self, state: dict[str, Any], exchange: Exchange) -> None:
+        exchange.load_state(state["exchange"])
+        same_core = state["config"]["core_fraction"] == self.config.core_fraction
+        if isinstance(exchange, SlimExchange) and state["core"] is not None and same_core:
+            arena = exchange.arena
+            self._core = wire.unpack_set(state["core"].cpu(), exchange.core_count, arena.n).to(arena.device)
+            exchange.set_core(self._core)

@@ -1,39 +1,74 @@
-"""What crosses the network: values, offsets and coordinate sets as flat bytes, with known widths."""
+"""What crosses the network: pairs and coordinate sets as flat bytes, with known widths."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
+from hvd_slim.values import ValueCodec
+
 _ALIGNMENT = 8
+_HEADER = 16
+
+
+def aligned(nbytes: int) -> int:
+    """``nbytes`` rounded up to a multiple of eight, so that what follows may have any dtype."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class PairFormat:
-    """A message of ``count`` value-index pairs: all values first, then all indices, padded to eight bytes.
+    """Messages of value-index pairs: a header (stratum of the first pair, number of pairs), values, indices.
 
     Args:
-        count: pairs in a message.
-        value_dtype, index_dtype: their dtypes on the wire.
+        codec: how values become bytes.
+        index_dtype: dtype of an index; None if no index travels.
     """
 
-    def __init__(self, count: int, value_dtype: torch.dtype, index_dtype: torch.dtype) -> None:
-        self.value_dtype, self.index_dtype = value_dtype, index_dtype
-        self._values_end = count * value_dtype.itemsize
-        self._indices_end = self._values_end + count * index_dtype.itemsize
-        #: bytes of one message
-        self.nbytes = -(-self._indices_end // _ALIGNMENT) * _ALIGNMENT
+    def __init__(self, codec: ValueCodec, index_dtype: torch.dtype | None) -> None:
+        self.codec, self.index_dtype = codec, index_dtype
 
-    def empty(self, device: torch.device) -> torch.Tensor:
-        """A message to be filled: uint8, shape (nbytes,), zeroed."""
-        return torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
+    def nbytes(self, count: int) -> int:
+        """Bytes of a message of ``count`` pairs; each part is padded to eight bytes."""
+        width = 0 if self.index_dtype is None else self.index_dtype.itemsize
+        return _HEADER + aligned(self.codec.nbytes(count)) + aligned(count * width)
 
-    def values(self, message: torch.Tensor) -> torch.Tensor:
-        """The values in a message, shape (count,): a view."""
-        return message[: self._values_end].view(self.value_dtype)
+    def write(
+        self,
+        message: torch.Tensor,
+        values: torch.Tensor,
+        indices: torch.Tensor | None,
+        first: int,
+        *draw: int,
+    ) -> None:
+        """Fill ``message`` (uint8, ``nbytes(count)``) with ``count`` pairs.
 
-    def indices(self, message: torch.Tensor) -> torch.Tensor:
-        """The indices in a message, shape (count,): a view."""
-        return message[self._values_end : self._indices_end].view(self.index_dtype)
+        Args:
+            values: shape (count,), the arena's value dtype.
+            indices: shape (count,), ``index_dtype``; None if no index travels.
+            first: the stratum of the first pair.
+            draw: (round, rank, number of the message), for stochastic rounding.
+        """
+        count = values.numel()
+        message[:_HEADER].view(torch.int64).copy_(torch.tensor([first, count]))
+        encoded = self.codec.nbytes(count)
+        self.codec.encode(values, message[_HEADER : _HEADER + encoded], *draw)
+        if indices is not None and self.index_dtype is not None:
+            begin = _HEADER + aligned(encoded)
+            message[begin : begin + indices.nbytes].view(self.index_dtype).copy_(indices)
+
+    def read(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+        """(values in the arena's value dtype, indices or None, the stratum of the first pair) of a message."""
+        first, count = message[:_HEADER].view(torch.int64).tolist()
+        encoded = self.codec.nbytes(count)
+        values = self.codec.decode(message[_HEADER : _HEADER + encoded], count)
+        if self.index_dtype is None:
+            return values, None, first
+        begin = _HEADER + aligned(encoded)
+        return (
+            values,
+            message[begin : begin + count * self.index_dtype.itemsize].view(self.index_dtype),
+            first,
+        )
 
 
 def index_dtype(n: int) -> torch.dtype:

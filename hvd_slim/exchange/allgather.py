@@ -1,83 +1,91 @@
-"""The slim exchange for few ranks: core by allreduce, explorers by allgather of value-offset pairs."""
+"""The slim exchange for few ranks: core by reduction, private explorers by allgather of value-index pairs."""
 
 from __future__ import annotations
 
 import torch
 
 from hvd_slim.arena import Coordinates
-from hvd_slim.explorer import RandomExplorer
+from hvd_slim.config import SlimConfig
+from hvd_slim.exchange.base import SlimExchange
+from hvd_slim.exchange.dense import exchange_everything
+from hvd_slim.exchange.reduction import MeanReduction
 from hvd_slim.global_model import GlobalModel
-from hvd_slim.transport.base import Transport
-from hvd_slim.wire import PairFormat, index_dtype
+from hvd_slim.transport.base import Pending, Transport
+from hvd_slim.wire import PairFormat
 
 
-class AllgatherExchange:
+class AllgatherExchange(SlimExchange):
     """Slim-DP's round with w̄ replicated on every rank.
 
-    A rank sends 2(K−1)/K·βn values and (K−1)·(α−β)n pairs a round, in two collectives (one if there are no
-    explorers). State beyond the model: w̄ (n) and the lists of core and non-core coordinates (n indices).
-
-    Args:
-        global_model, transport: what is exchanged, and by whom.
-        core_count, explorer_count: sizes of the two sets.
-        seed: of the explorers' draws.
+    A rank sends 2(K−1)/K·βn values and (K−1)·(α−β)n pairs a round. State beyond the model: w̄ (n), and the core's and
+    the other coordinates' numbers (n).
     """
 
     def __init__(
-        self, global_model: GlobalModel, transport: Transport, core_count: int, explorer_count: int, seed: int
+        self,
+        model: GlobalModel,
+        transport: Transport,
+        config: SlimConfig,
+        restore_norm: bool,
     ) -> None:
-        arena = global_model.arena
-        self._global_model, self._transport = global_model, transport
-        self._explorer = RandomExplorer(arena.n - core_count, explorer_count, seed, arena.device)
-        self._pairs = PairFormat(explorer_count, arena.value_dtype, self._explorer.offset_dtype)
-        self._core_update = torch.empty(core_count, dtype=arena.value_dtype, device=arena.device)
-        self._message = self._pairs.empty(arena.device)
-        self._core: Coordinates | None = None
-        self._outside = torch.empty(0)
-
-    def set_core(self, core: torch.Tensor) -> None:
-        """Use ``core``, the ascending coordinates of the core set, from now on."""
-        arena = self._global_model.arena
-        outside = torch.ones(arena.n, dtype=torch.bool, device=arena.device)
-        outside[core.long()] = False
-        self._outside = outside.nonzero().squeeze(1).to(index_dtype(arena.n))
-        self._core = arena.locate(core)
+        super().__init__(model, transport, config, restore_norm)
+        arena = self.arena
+        norm_count = self.core_count if restore_norm else 0
+        self._core_mean = MeanReduction(
+            transport,
+            self.codec,
+            self.core_count,
+            arena.value_dtype,
+            arena.device,
+            "core",
+            norm_count,
+        )
 
     def exchange(self, round_number: int) -> None:
-        """One round. Collective. Steps and order are those of the algorithm: core, then explorers in rank order."""
-        model, transport, stats = self._global_model, self._transport, self._transport.stats
-        core, explorers = self._core, self._explorer.count > 0
-        assert core is not None, "set_core comes before the first round"
+        """One round. Collective. The order is the algorithm's: core, then explorers in rank order."""
+        model, rank, size = self.model, self.transport.rank, self.transport.size
 
-        with stats.timed("pack"):
-            core_pending = transport.allreduce(model.pending_update(core, self._core_update), "core")
-            if explorers:
-                offsets = self._pairs.indices(self._message)
-                offsets.copy_(self._explorer.draw(round_number, transport.rank))
-                explored = self._explored(offsets, round_number, transport.rank)
-                model.pending_update(explored, self._pairs.values(self._message))
-                messages_pending = transport.allgather(self._message, "explorer")
+        with self.stats.timed("pack"):
+            model.pending_update(self.core, self._core_mean.update)
+            self._core_mean.start(round_number)
+            pairs = PairFormat(self.codec, self.explorer.index_dtype)
+            explored, unsent, messages_pending = self._send_explorers(pairs, round_number)
 
-        with stats.timed("wait"):
-            core_sum = core_pending.wait()
-            messages = messages_pending.wait() if explorers else ()
+        with self.stats.timed("wait"):
+            core_change = self._core_mean.finish()
+            messages = messages_pending.wait() if messages_pending else ()
 
-        with stats.timed("merge"):
-            # Core: w̄[C] += mean of u[C]; all of u_k[C] was sent, so w_k[C] = w̄[C].
-            model.absorb(core, core_sum.div_(transport.size))
-            model.settle(core)
-            # Explorers: w̄[E_j] += v_j / K and w_k with it, for every rank j in rank order;
-            # all of u_k[E_k] was sent, so at the end w_k[E_k] = w̄[E_k].
-            for rank, message in enumerate(messages):
-                change = self._pairs.values(message).div_(transport.size)
-                if rank == transport.rank:
+        with self.stats.timed("merge"):
+            # Core: w̄[C] += mean of u[C]; what was sent of u_k[C] is pending no longer.
+            model.absorb(self.core, core_change)
+            model.settle(self.core, self._core_mean.unsent)
+            # Explorers: w̄[E_j] += v_j / K and w_k with it, for every rank j in rank order; then w_k[E_k] -= v_k.
+            for j, message in enumerate(messages):
+                v, indices, first = pairs.read(message)
+                change = v.div_(size).mul_(self._core_mean.factor)
+                if j == rank:
                     model.absorb(explored, change)
                 else:
-                    theirs = self._explored(self._pairs.indices(message), round_number, rank)
-                    model.advance(theirs, change)
-            if explorers:
-                model.settle(explored)
+                    positions = self.explorer.positions(indices, first, v.numel(), round_number, j)
+                    model.advance(self.arena.locate(self.coordinates_at(positions)), change)
+            model.settle(explored, unsent)
 
-    def _explored(self, offsets: torch.Tensor, round_number: int, rank: int) -> Coordinates:
-        positions = self._explorer.positions(offsets, round_number, rank)
-        return self._global_model.arena.locate(self._outside.index_select(0, positions))
+    def _send_explorers(
+        self, pairs: PairFormat, round_number: int
+    ) -> tuple[Coordinates, torch.Tensor | None, Pending[torch.Tensor] | None]:
+        """Launch the gathering of all pairs: (E_k, what rounding kept back of u_k there, the messages to come)."""
+        count, rank = self.explorer.count, self.transport.rank
+        if count == 0:
+            return Coordinates(0, ()), None, None
+        draw = self.explorer.draw(round_number, rank, self.magnitude())
+        explored = self.arena.locate(self.coordinates_at(draw.positions))
+        u = torch.empty(count, dtype=self.arena.value_dtype, device=self.arena.device)
+        self.model.pending_update(explored, u)
+        message = torch.zeros(pairs.nbytes(count), dtype=torch.uint8, device=self.arena.device)
+        pairs.write(message, u, draw.indices, draw.first, round_number, rank, 0)
+        unsent = None if self.codec.exact else u - pairs.read(message)[0]
+        return explored, unsent, self.transport.allgather(message, "explorer")
+
+    def dense(self, phase: str, restore_norm: bool) -> None:
+        """Every pending update at full width. Collective."""
+        exchange_everything(self, self.exact_codec, 0, phase, restore_norm)

@@ -1,34 +1,52 @@
-"""The dense exchange: every pending update by allreduce. All replicas are equal afterwards."""
+"""The dense exchange: every pending update, reduced. Standard data parallelism on parameter updates (Plump-DP);
+with narrow values, its quantised form (Quant-DP)."""
 
 from __future__ import annotations
 
-import torch
+from hvd_slim.exchange.base import Exchange
+from hvd_slim.exchange.reduction import MeanReduction
+from hvd_slim.values import ValueCodec
 
-from hvd_slim.global_model import GlobalModel
-from hvd_slim.transport.base import Transport
+
+class DenseExchange(Exchange):
+    """Sends 2(K−1)/K·n values a round. State beyond the model: w̄ (n); while a round runs, a buffer of n values."""
+
+    def exchange(self, round_number: int) -> None:
+        """One round, in the width that the settings say. Collective."""
+        exchange_everything(self, self.codec, round_number, "dense", self.restore_norm)
+
+    def dense(self, phase: str, restore_norm: bool) -> None:
+        """One round at full width. Collective."""
+        exchange_everything(self, self.exact_codec, 0, phase, restore_norm)
 
 
-class DenseExchange:
-    """Standard data parallelism on parameter updates; also what a resync does.
+def exchange_everything(
+    exchange: Exchange,
+    codec: ValueCodec,
+    round_number: int,
+    phase: str,
+    restore_norm: bool,
+) -> None:
+    """u = w_k − w̄ everywhere; w̄ += mean over ranks of u; w_k = w̄ (and what rounding kept back). Collective.
 
-    Sends 2(K−1)/K·n values a round. State beyond the model: w̄ (n); while a round runs, one buffer of n values.
+    For every path that keeps w̄ on all ranks.
     """
-
-    def __init__(self, global_model: GlobalModel, transport: Transport) -> None:
-        self._global_model, self._transport = global_model, transport
-
-    def exchange(self, phase: str = "dense") -> None:
-        """One round. Collective.
-
-        u = w_k − w̄ everywhere; w̄ += mean over ranks of u; w_k = w̄.
-        """
-        arena, stats = self._global_model.arena, self._transport.stats
-        with stats.timed("pack"):
-            update = torch.empty(arena.n, dtype=arena.value_dtype, device=arena.device)
-            self._global_model.pending_update_everywhere(update)
-            pending = self._transport.allreduce(update, phase)
-        with stats.timed("wait"):
-            total = pending.wait()
-        with stats.timed("merge"):
-            self._global_model.absorb_everywhere(total.div_(self._transport.size))
-            self._global_model.copy_to_live()
+    arena, model, stats = exchange.arena, exchange.model, exchange.stats
+    norm_count = arena.n if restore_norm else 0
+    with stats.timed("pack"):
+        reduction = MeanReduction(
+            exchange.transport,
+            codec,
+            arena.n,
+            arena.value_dtype,
+            arena.device,
+            phase,
+            norm_count,
+        )
+        model.pending_update_everywhere(reduction.update)
+        reduction.start(round_number)
+    with stats.timed("wait"):
+        mean = reduction.finish()
+    with stats.timed("merge"):
+        model.absorb_everywhere(mean)
+        model.settle_everywhere(reduction.unsent)

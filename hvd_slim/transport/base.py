@@ -8,10 +8,8 @@ from typing import Generic, TypeVar
 
 import torch
 
+from hvd_slim.config import MESSAGE_LIMIT
 from hvd_slim.stats import Stats
-
-#: bytes that one collective may carry, summed over ranks: MPI counts are 32-bit integers
-MESSAGE_LIMIT = 2**31 - 1
 
 Result = TypeVar("Result")
 Received = tuple[torch.Tensor, list[int]]

@@ -1,0 +1,222 @@
+"""The slim exchange for many ranks and private explorers: the paper's parameter server, spread over the ranks.
+
+Rank j owns slice j of the index space: it alone holds w̄ there. Ranks push value-index pairs to the owners and pull
+back the merged value of the same coordinates. base_k is the global model as rank k last saw it, u_k = w_k − base_k.
+On the core every rank sees every round, so base_k = w̄ there; a new core therefore comes with a resync.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from hvd_slim.config import SlimConfig
+from hvd_slim.exchange.base import SlimExchange
+from hvd_slim.exchange.reduction import MeanReduction, norm_factor, sum_of_squares
+from hvd_slim.explorer import Draw
+from hvd_slim.global_model import GlobalModel, OwnedSlice, slice_nbytes
+from hvd_slim.transport.base import Transport
+from hvd_slim.wire import PairFormat, aligned
+
+
+class AlltoallExchange(SlimExchange):
+    """Slim-DP's round with w̄ spread over the ranks.
+
+    A rank sends 2(K−1)/K·βn values, (K−1)/K·(α−β)n pairs and (K−1)/K·(α−β)n merged values a round. Merged values are
+    those of w̄, always at full width. State beyond the model: base_k (n), a slice of w̄ (n/K), and the core's and the
+    other coordinates' numbers (n).
+    """
+
+    replicated = False
+    resync_at_reselection = True
+
+    def __init__(
+        self,
+        model: GlobalModel,
+        transport: Transport,
+        config: SlimConfig,
+        restore_norm: bool,
+    ) -> None:
+        super().__init__(model, transport, config, restore_norm)
+        arena, size = self.arena, transport.size
+        norm_count = self.core_count if restore_norm else 0
+        self._core_mean = MeanReduction(
+            transport,
+            self.codec,
+            self.core_count,
+            arena.value_dtype,
+            arena.device,
+            "core",
+            norm_count,
+        )
+        self._bounds = [arena.n * rank // size for rank in range(size + 1)]
+        self.owned = OwnedSlice(model, self._bounds[transport.rank], self._bounds[transport.rank + 1])
+
+    def exchange(self, round_number: int) -> None:
+        """One round. Collective. The order is the algorithm's: core, then explorers in rank order, by their owner."""
+        model, owned = self.model, self.owned
+
+        with self.stats.timed("pack"):
+            model.pending_update(self.core, self._core_mean.update)
+            self._core_mean.start(round_number)
+            pairs = PairFormat(self.codec, self.explorer.index_dtype)
+            if self.explorer.count:
+                draw = self.explorer.draw(round_number, self.transport.rank, self.magnitude())
+                coordinates = self.coordinates_at(draw.positions)
+                explored = self.arena.locate(coordinates)
+                u = torch.empty(
+                    self.explorer.count,
+                    dtype=self.arena.value_dtype,
+                    device=self.arena.device,
+                )
+                model.pending_update(explored, u)
+                lengths = self._lengths_by_owner(coordinates)
+                messages, unsent = self._pushes(pairs, draw, u, lengths, round_number)
+                counts = [message.numel() for message in messages]
+                most = pairs.nbytes(self.explorer.count) + (self.transport.size - 1) * pairs.nbytes(1)
+                pushed_pending = self.transport.alltoall(torch.cat(messages), counts, most, "explorer")
+
+        with self.stats.timed("wait"):
+            core_change = self._core_mean.finish()
+            pushed = pushed_pending.wait() if self.explorer.count else None
+
+        with self.stats.timed("merge"):
+            # Core: w̄[C] += mean of u[C]; what was sent of u_k[C] is pending no longer.
+            model.absorb(self.core, core_change)
+            model.settle(self.core, self._core_mean.unsent)
+            owned.copy_from(model, self.core)
+        if pushed is not None:
+            merged = self._merge_and_reply(pairs, pushed, lengths, round_number)
+            with self.stats.timed("merge"):
+                # What I see of w̄[E_k] is new; what was sent of u_k[E_k] is pending no longer.
+                model.replace(explored, merged)
+                model.settle(explored, unsent)
+
+    def _lengths_by_owner(self, coordinates: torch.Tensor) -> list[int]:
+        """How many of the ascending ``coordinates`` each rank owns."""
+        bounds = torch.tensor(self._bounds, dtype=coordinates.dtype, device=coordinates.device)
+        return torch.searchsorted(coordinates, bounds).diff().tolist()
+
+    def _pushes(
+        self,
+        pairs: PairFormat,
+        draw: Draw,
+        u: torch.Tensor,
+        lengths: list[int],
+        round_number: int,
+    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        """One message to every owner, and what rounding kept back."""
+        messages, kept, begin = [], [], 0
+        for owner, length in enumerate(lengths):
+            end = begin + length
+            message = torch.zeros(pairs.nbytes(length), dtype=torch.uint8, device=u.device)
+            indices = None if draw.indices is None else draw.indices[begin:end]
+            first = (draw.first + begin) % self.explorer.count
+            pairs.write(
+                message,
+                u[begin:end],
+                indices,
+                first,
+                round_number,
+                self.transport.rank,
+                owner,
+            )
+            if not self.codec.exact:
+                kept.append(u[begin:end] - pairs.read(message)[0])
+            messages.append(message)
+            begin = end
+        return messages, torch.cat(kept) if kept else None
+
+    def _merge_and_reply(
+        self,
+        pairs: PairFormat,
+        pushed: tuple[torch.Tensor, list[int]],
+        lengths: list[int],
+        round_number: int,
+    ) -> torch.Tensor:
+        """Merge what was pushed to this owner, answer everyone, and return the answers to this rank's own push."""
+        owned, size = self.owned, self.transport.size
+        asked = []
+        with self.stats.timed("merge"):
+            # w̄[E_j] += v_j / K on the slice owned here, for every rank j in rank order.
+            for j, message in enumerate(pushed[0].split(pushed[1])):
+                v, indices, first = pairs.read(message)
+                positions = self.explorer.positions(indices, first, v.numel(), round_number, j)
+                asked.append(self.coordinates_at(positions))
+                owned.add(asked[-1], v.div_(size).mul_(self._core_mean.factor))
+            replies = [_padded(owned.read(coordinates)) for coordinates in asked]
+            counts = [reply.numel() for reply in replies]
+        width = owned.reply_dtype.itemsize
+        with self.stats.timed("wait"):
+            # To every rank, an owner answers at most its whole slice, and no more than was asked.
+            longest = max(b - a for a, b in zip(self._bounds, self._bounds[1:]))
+            most = size * aligned(width * min(longest, self.explorer.count))
+            answers, received = self.transport.alltoall(torch.cat(replies), counts, most, "explorer").wait()
+        parts = answers.split(received)
+        return torch.cat([part[: width * n].view(owned.reply_dtype) for part, n in zip(parts, lengths)])
+
+    def dense(self, phase: str, restore_norm: bool) -> None:
+        """Every pending update at full width, to its owner and back as w̄. Collective.
+
+        2(K−1)/K·n values, as a reduction of everything; sums in rank order.
+        """
+        arena, size = self.arena, self.transport.size
+        lengths = [end - begin for begin, end in zip(self._bounds, self._bounds[1:])]
+        with self.stats.timed("pack"):
+            update = torch.empty(arena.n, dtype=arena.value_dtype, device=arena.device)
+            self.model.pending_update_everywhere(update)
+            counts = [length * update.element_size() for length in lengths]
+            pushed = self.transport.alltoall(update.view(torch.uint8), counts, sum(counts), phase)
+        with self.stats.timed("wait"):
+            data, received = pushed.wait()
+        with self.stats.timed("merge"):
+            mean = torch.zeros(
+                lengths[self.transport.rank],
+                dtype=arena.value_dtype,
+                device=arena.device,
+            )
+            for part in data.split(received):
+                mean += part.view(arena.value_dtype)
+            mean /= size
+        if restore_norm:
+            mean *= self._norm_factor(sum_of_squares(update), sum_of_squares(mean), phase)
+        self.owned.add_everywhere(mean)
+        whole = self.whole_model(phase)
+        with self.stats.timed("merge"):
+            for mine, seen in zip(self.model.flat, whole.flat):
+                mine.copy_(seen)
+            self.model.settle_everywhere()
+
+    def _norm_factor(self, update_square: float, mean_square: float, phase: str) -> float:
+        """γ over everything, from every rank's two sums of squares. Collective."""
+        squares = torch.tensor([update_square, mean_square], dtype=torch.float64)
+        gathered = self.transport.allgather(squares.view(torch.uint8).to(self.arena.device), phase).wait()
+        of_rank = gathered.view(torch.float64).tolist()
+        updates, means = (math.fsum(squares) for squares in zip(*of_rank))
+        return norm_factor(updates / self.transport.size, means, self.transport.size)
+
+    def whole_model(self, phase: str = "resync") -> GlobalModel:
+        """w̄, gathered from its owners into a model of its own. Collective."""
+        longest = max(slice_nbytes(self.arena, a, b) for a, b in zip(self._bounds, self._bounds[1:]))
+        rows = self.transport.allgather(self.owned.to_bytes(aligned(longest)), phase).wait()
+        whole = self.model.empty_like()
+        for rank, row in enumerate(rows):
+            OwnedSlice(whole, self._bounds[rank], self._bounds[rank + 1], share=True).from_bytes(row)
+        return whole
+
+    def state(self) -> dict[str, Any]:
+        """This rank's slice of w̄."""
+        return {"owned": [flat.clone() for flat in self.owned.flat]}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take back this rank's slice of w̄."""
+        for mine, saved in zip(self.owned.flat, state["owned"]):
+            mine.copy_(saved)
+
+
+def _padded(values: torch.Tensor) -> torch.Tensor:
+    raw = torch.zeros(aligned(values.nbytes), dtype=torch.uint8, device=values.device)
+    raw[: values.nbytes] = values.view(torch.uint8)
+    return raw

@@ -1,0 +1,116 @@
+"""What every path of a round has in common: the two coordinate sets, and who holds the global model."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any
+
+import torch
+
+from hvd_slim.arena import Coordinates
+from hvd_slim.config import SlimConfig
+from hvd_slim.explorer import EXPLORERS, Explorer
+from hvd_slim.global_model import GlobalModel
+from hvd_slim.transport.base import Transport
+from hvd_slim.values import make_codec
+from hvd_slim.wire import index_dtype
+
+
+class Exchange(abc.ABC):
+    """One way in which a round moves.
+
+    Args:
+        model: what this rank knows of the global model, beside its live parameters.
+        transport: carries the bytes.
+        config: the settings.
+        restore_norm: scale merged changes by γ.
+    """
+
+    #: whether every rank holds all of w̄
+    replicated = True
+    #: whether a new core must come with a dense exchange of everything
+    resync_at_reselection = False
+
+    def __init__(
+        self,
+        model: GlobalModel,
+        transport: Transport,
+        config: SlimConfig,
+        restore_norm: bool,
+    ) -> None:
+        self.model, self.transport, self.stats = model, transport, transport.stats
+        self.config, self.restore_norm = config, restore_norm
+        self.arena = model.arena
+        self.codec = make_codec(config.value_dtype, self.arena.value_dtype, config.rounding, config.seed)
+        self.exact_codec = make_codec("float32", self.arena.value_dtype, "nearest", config.seed)
+
+    @abc.abstractmethod
+    def exchange(self, round_number: int) -> None:
+        """One round. Collective."""
+
+    @abc.abstractmethod
+    def dense(self, phase: str, restore_norm: bool) -> None:
+        """Exchange every pending update at full width; all replicas are equal afterwards. Collective."""
+
+    def whole_model(self) -> GlobalModel:
+        """w̄, entire. Not collective where every rank holds it; collective where each holds a slice."""
+        return self.model
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint needs beyond ``model``, as tensors. Not collective."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:  # noqa: B027
+        """Take back what ``state`` gave."""
+
+
+class SlimExchange(Exchange):
+    """A round of core and explorers; ``set_core`` comes before the first."""
+
+    def __init__(
+        self,
+        model: GlobalModel,
+        transport: Transport,
+        config: SlimConfig,
+        restore_norm: bool,
+    ) -> None:
+        super().__init__(model, transport, config, restore_norm)
+        self.core_count = config.core_count(self.arena.n)
+        self.core: Coordinates = Coordinates(0, ())
+        self._outside = torch.empty(0)
+        self.explorer = self._make_explorer(config.explorer_count(self.arena.n))
+
+    def set_core(self, core: torch.Tensor) -> None:
+        """Use ``core``, the ascending coordinates of the core set, from now on."""
+        outside = torch.ones(self.arena.n, dtype=torch.bool, device=self.arena.device)
+        outside[core.long()] = False
+        self._outside = outside.nonzero().squeeze(1).to(index_dtype(self.arena.n))
+        self.core = self.arena.locate(core)
+
+    def set_explorer_count(self, count: int) -> None:
+        """Explore ``count`` coordinates from now on."""
+        if count != self.explorer.count:
+            self.explorer = self._make_explorer(count)
+
+    def _make_explorer(self, count: int) -> Explorer:
+        arena, config = self.arena, self.config
+        make = EXPLORERS[config.explorer]
+        return make(
+            arena.n - self.core_count,
+            count,
+            config.seed,
+            self.transport.size,
+            arena.device,
+        )
+
+    def coordinates_at(self, positions: torch.Tensor) -> torch.Tensor:
+        """The coordinates outside the core at ``positions`` of their ascending list."""
+        return self._outside.index_select(0, positions)
+
+    def magnitude(self) -> torch.Tensor | None:
+        """|u_k| at every coordinate outside the core, if the explorer asks for it."""
+        if not self.explorer.by_pending_update:
+            return None
+        arena = self.arena
+        everywhere = torch.empty(arena.n, dtype=arena.value_dtype, device=arena.device)
+        return self.model.pending_update_everywhere(everywhere).abs_().index_select(0, self._outside)

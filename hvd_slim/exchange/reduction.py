@@ -1,0 +1,156 @@
+"""The mean over ranks of one packed buffer: what the core, a shared explorer set and the dense exchange need.
+
+Full-width values go by allreduce. Narrow ones cannot be summed on the way (Horovod refuses some, and each hop of a ring
+would round again), so rank j receives everybody's slice j, sums it in rank order in full width, and sends the mean on:
+alltoall, then allgather, as many bytes as an allreduce of the same width.
+
+What rounding kept back is returned, so that it stays in the pending update: at every rank its own rounding, and at the
+rank that rounded a mean, K times the mean's.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from hvd_slim.transport.base import Pending, Received, Transport
+from hvd_slim.values import ValueCodec
+from hvd_slim.wire import aligned
+
+_NORM_BYTES = 8
+
+
+class MeanReduction:
+    """Mean over ranks of a buffer of ``count`` values, the buffer allocated once.
+
+    Args:
+        transport: carries the bytes.
+        codec: width of the values on the wire.
+        count: number of values.
+        dtype, device: of the buffer (the arena's).
+        phase: under which bytes are counted.
+        norm_count: scale the mean by γ (``restore_norm``), taken over the first ``norm_count`` values; 0 for no scale.
+
+    Attributes:
+        update: shape (count,): to be filled before ``start``. Its contents are used up.
+        unsent: after ``finish``: shape (count,), what this rank still has to tell; None if everything was sent.
+        factor: after ``finish``: γ, 1 without ``norm_count``.
+    """
+
+    def __init__(
+        self, transport: Transport, codec: ValueCodec, count: int, dtype: torch.dtype, device: torch.device, phase: str,
+        norm_count: int = 0,
+    ) -> None:  # fmt: skip
+        self._transport, self._codec, self._phase, self._norm_count = (
+            transport,
+            codec,
+            phase,
+            norm_count,
+        )
+        self._buffer = torch.zeros(count + (norm_count > 0), dtype=dtype, device=device)
+        self.update = self._buffer[:count]
+        self.unsent: torch.Tensor | None = None
+        self.factor = 1.0
+        size = transport.size
+        self._bounds = [count * rank // size for rank in range(size + 1)]
+        self._lengths = [end - begin for begin, end in zip(self._bounds, self._bounds[1:])]
+        self._summed: Pending[torch.Tensor] | None = None
+        self._slices: Pending[Received] | None = None
+        self._round_number = 0
+
+    def start(self, round_number: int) -> None:
+        """Launch the reduction of ``update``. Collective, non-blocking."""
+        self._round_number = round_number
+        square = sum_of_squares(self.update[: self._norm_count])
+        if self._codec.exact:
+            if self._norm_count:
+                self._buffer[-1] = square
+            self._summed = self._transport.allreduce(self._buffer, self._phase)
+            return
+        messages = [self._encode(part, square, rank) for rank, part in enumerate(self.update.split(self._lengths))]
+        sent = [self._decode(message, length) for message, length in zip(messages, self._lengths)]
+        self.unsent = self.update - torch.cat(sent)
+        counts = [message.numel() for message in messages]
+        most = self._transport.size * max(counts)
+        self._slices = self._transport.alltoall(torch.cat(messages), counts, most, self._phase)
+
+    def finish(self) -> torch.Tensor:
+        """Wait for the mean: shape (count,), bit-identical on all ranks, scaled by γ if so configured. Collective."""
+        size = self._transport.size
+        if self._summed is not None:
+            mean = self._summed.wait().div_(size)
+            self._summed = None
+            square_mean = float(mean[-1]) if self._norm_count else 0.0
+            return self._scaled(mean[: self.update.numel()], square_mean)
+        assert self._slices is not None
+        data, counts = self._slices.wait()
+        self._slices = None
+        mine = self._transport.rank
+        messages = data.split(counts)
+        # Summed in rank order, in full width, by one rank alone: the same bits for all.
+        own_mean = torch.zeros(self._lengths[mine], dtype=self.update.dtype, device=self.update.device)
+        for message in messages:
+            own_mean += self._decode(message, self._lengths[mine])
+        own_mean /= size
+        square_mean = math.fsum(self._square(message) for message in messages) / size
+        return self._scaled(self._share(own_mean), square_mean)
+
+    def _share(self, own_mean: torch.Tensor) -> torch.Tensor:
+        """Every slice's mean, as all ranks read it; what this rank's rounding took from its own is left to it."""
+        mine, size = self._transport.rank, self._transport.size
+        longest = aligned(self._codec.nbytes(max(self._lengths)))
+        message = torch.zeros(longest, dtype=torch.uint8, device=own_mean.device)
+        nbytes = self._codec.nbytes(own_mean.numel())
+        self._codec.encode(own_mean, message[:nbytes], self._round_number, mine, size)
+        gathered = self._transport.allgather(message, self._phase).wait()
+        parts = [
+            self._codec.decode(row[: self._codec.nbytes(length)], length)
+            for row, length in zip(gathered, self._lengths)
+        ]
+        assert self.unsent is not None
+        self.unsent[self._bounds[mine] : self._bounds[mine + 1]] += (own_mean - parts[mine]) * size
+        return torch.cat(parts)
+
+    def _scaled(self, mean: torch.Tensor, square_mean: float) -> torch.Tensor:
+        if self._norm_count:
+            self.factor = norm_factor(
+                square_mean,
+                sum_of_squares(mean[: self._norm_count]),
+                self._transport.size,
+            )
+            mean.mul_(self.factor)
+        return mean
+
+    # A message: the encoded values, padded, and the sender's sum of squares.
+
+    def _encode(self, values: torch.Tensor, square: float, number: int) -> torch.Tensor:
+        nbytes = self._codec.nbytes(values.numel())
+        tail = _NORM_BYTES if self._norm_count else 0
+        message = torch.zeros(aligned(nbytes) + tail, dtype=torch.uint8, device=values.device)
+        self._codec.encode(values, message[:nbytes], self._round_number, self._transport.rank, number)
+        if tail:
+            message[-_NORM_BYTES:].view(torch.float64).fill_(square)
+        return message
+
+    def _decode(self, message: torch.Tensor, count: int) -> torch.Tensor:
+        return self._codec.decode(message[: self._codec.nbytes(count)], count)
+
+    def _square(self, message: torch.Tensor) -> float:
+        return float(message[-_NORM_BYTES:].view(torch.float64)) if self._norm_count else 0.0
+
+
+def norm_factor(square_mean: float, mean_square: float, size: int) -> float:
+    """γ = sqrt(mean over ranks of ‖u_k‖² / ‖mean over ranks of u_k‖²), kept within [1, √K].
+
+    Rounded to 12 binary digits: ranks whose sums differ in the last bits of a float64 still scale alike.
+    """
+    if not (mean_square > 0.0 and math.isfinite(square_mean) and math.isfinite(mean_square)):
+        return 1.0
+    mantissa, exponent = math.frexp(math.sqrt(square_mean / mean_square))
+    return min(max(math.ldexp(round(mantissa * 4096) / 4096, exponent), 1.0), math.sqrt(size))
+
+
+def sum_of_squares(values: torch.Tensor) -> float:
+    """‖values‖², taken in float64."""
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2 if values.numel() else 0.0
