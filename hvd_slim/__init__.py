@@ -9,12 +9,13 @@ import importlib
 import warnings
 from typing import Any
 
-from hvd_slim.agreement import RankMismatchError
+from hvd_slim.agreement import NonFiniteError, RankMismatchError
 from hvd_slim.config import SlimConfig
 from hvd_slim.optimizer import DistributedOptimizer
+from hvd_slim.watchdog import StalledError
 
 __version__ = "0.1.0"
-__all__ = ["Compression", "DistributedOptimizer", "RankMismatchError", "SlimConfig"]
+__all__ = ["Compression", "DistributedOptimizer", "NonFiniteError", "RankMismatchError", "SlimConfig", "StalledError"]
 
 
 def _load_horovod() -> tuple[Any, str | None]:

@@ -15,6 +15,25 @@ class RankMismatchError(ValueError):
     """Two ranks differ in something that must be equal on all; raised on every rank."""
 
 
+class NonFiniteError(ArithmeticError):
+    """A rank's parameters hold a NaN or an infinity; raised on every rank, before anything was merged."""
+
+
+def require_finite(transport: Transport, bad_ranks: int, rank_sum: int) -> None:
+    """Raise on every rank if ``bad_ranks``, whose numbers add up to ``rank_sum``, is not 0. Not collective.
+
+    Raises:
+        NonFiniteError: names the rank, if it is a single one.
+    """
+    if bad_ranks:
+        who = f"rank {rank_sum} has" if bad_ranks == 1 else f"{bad_ranks} of {transport.size} ranks have"
+        raise NonFiniteError(
+            f"rank {transport.rank}: {who} a NaN or an infinity in the parameters after the local step. Nothing of "
+            f"this round was merged: global_parameters() holds the last good model. Lower the learning rate or clip "
+            f"gradients; on_nonfinite='skip' leaves such steps out"
+        )
+
+
 def require_equal(transport: Transport, facts: Sequence[tuple[str, str]]) -> None:
     """Raise on every rank unless ``facts``, (what, value) pairs in order, are the same on all. Collective.
 

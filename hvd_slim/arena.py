@@ -183,6 +183,14 @@ class Arena:
         fits = [segment.refresh() for segment in self._segments]
         return all(fits)
 
+    def is_finite(self) -> bool:
+        """Whether every live parameter is finite. Reads each once."""
+        # A sum is as fast as memory, a look at every value is not; a sum of finite values that overflows needs one.
+        sums = [segment.read_all().sum(dtype=self.value_dtype).to(self.device) for segment in self._segments]
+        if not sums or bool(torch.stack(sums).isfinite().all()):
+            return True
+        return all(bool(segment.read_all().isfinite().all()) for segment in self._segments)
+
     def locate(self, coordinates: torch.Tensor) -> Coordinates:
         """Cut an ascending vector of distinct coordinates (int32 or int64) along the segments."""
         ends = torch.searchsorted(coordinates, self._stops.to(coordinates.dtype)).tolist()

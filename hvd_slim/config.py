@@ -15,8 +15,13 @@ SHARED_EXPLORERS = ("shared", "leader")
 EXCHANGES = ("auto", "allgather", "alltoall", "allreduce", "dense")
 TRANSPORTS = ("horovod", "mpi")
 WARMUPS = ("dense", "linear")
+ON_NONFINITE = ("raise", "skip", "ignore")
 #: bytes that one collective may carry, summed over ranks: MPI counts are 32-bit integers
 MESSAGE_LIMIT = 2**31 - 1
+_LEAST = {
+    "reselect_every": 1, "resync_every": 0, "local_steps": 1, "warmup_rounds": 0, "checksum_every": 0,
+    "max_message_bytes": 64,
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +62,14 @@ class SlimConfig:
         rounding: ``"nearest"``, or ``"stochastic"`` for int8 and int4.
         restore_norm: scale merged changes by γ, so that an adaptive optimizer steps as far as in dense training.
             None: on for adaptive optimizers, off for others.
+        on_nonfinite: what to do about a NaN or an infinity on any rank, the same on all ranks.
+            ``"raise"``: parameters are looked through after the local step; ``NonFiniteError`` on every rank before
+            anything of that round is merged, so that the global model stays as it was.
+            ``"skip"``: gradients are looked through before the local step, and all ranks skip it together (costs a
+            vote each step). ``"ignore"``: nothing is looked at.
+        checksum_every: rounds between two comparisons of w̄ across ranks, which must be equal to the bit; 0 for never.
+        warn_after: seconds that a rank waits for others before it logs who is late.
+        stall_limit: seconds that a rank waits for others before it raises ``StalledError``.
         warmup_rounds: rounds at the beginning that send more; 0 for none.
         warmup: ``"dense"``: they send everything. ``"linear"``: the part that is sent falls from everything to
             ``comm_fraction``.
@@ -80,6 +93,10 @@ class SlimConfig:
     value_dtype: str = "float32"
     rounding: str = "nearest"
     restore_norm: bool | None = None
+    on_nonfinite: str = "raise"
+    checksum_every: int = 1000
+    warn_after: float = 10.0
+    stall_limit: float = 300.0
     warmup_rounds: int = 0
     warmup: str = "dense"
     max_message_bytes: int = MESSAGE_LIMIT
@@ -97,8 +114,7 @@ class SlimConfig:
                 f"core_fraction={self.core_fraction!r} is above comm_fraction={self.comm_fraction!r}: the core is "
                 f"part of what is sent; lower core_fraction or raise comm_fraction"
             )
-        for name, least in (("reselect_every", 1), ("resync_every", 0), ("local_steps", 1), ("warmup_rounds", 0),
-                            ("max_message_bytes", 64)):  # fmt: skip
+        for name, least in _LEAST.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give a whole number")
@@ -118,6 +134,11 @@ class SlimConfig:
         _one_of("transport", self.transport, TRANSPORTS)
         _one_of("value_dtype", self.value_dtype, VALUE_DTYPES)
         _one_of("rounding", self.rounding, ROUNDINGS)
+        for name in ("warn_after", "stall_limit"):
+            seconds = _real(name, getattr(self, name))
+            if not seconds > 0.0:
+                raise ValueError(f"{name}={seconds!r} is not a number of seconds above 0")
+        _one_of("on_nonfinite", self.on_nonfinite, ON_NONFINITE)
         _one_of("warmup", self.warmup, WARMUPS)
         if not (self.restore_norm is None or isinstance(self.restore_norm, bool)):
             raise TypeError(f"restore_norm={self.restore_norm!r} is neither True, False nor None")

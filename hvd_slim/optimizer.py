@@ -12,6 +12,7 @@ import torch
 
 from hvd_slim.adaptive import is_adaptive
 from hvd_slim.config import SlimConfig
+from hvd_slim.local_step import learning_rates, make_dense, must_skip, unscale
 from hvd_slim.naming import (
     NamedParameters,
     check_named_parameters,
@@ -48,16 +49,21 @@ class SlimOptimizer:
         optimizer: torch.optim.Optimizer = self  # type: ignore[assignment]
         slim = self._slim
         synchronizer = slim.synchronizer()
-        synchronizer.before_step(trainable_parameters(optimizer, slim.named))
-        if slim.sparse_as_dense:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None and parameter.grad.is_sparse:
-                        parameter.grad = parameter.grad.to_dense()
-        result = super().step(closure, *args, **kwargs)  # type: ignore[misc]
-        synchronizer.after_step()
+        trainable = trainable_parameters(optimizer, slim.named)
+        synchronizer.before_step(trainable)
         optimizer._opt_called = True  # type: ignore[attr-defined]
+        parameters = [parameter for _, parameter in trainable]
+        if slim.sparse_as_dense:
+            make_dense(parameters)
+        if synchronizer.anywhere(must_skip(optimizer, parameters, slim.config.on_nonfinite)):
+            return None
+        unscale(optimizer, parameters, _base_of(type(self)))
+        result = super().step(closure, *args, **kwargs)  # type: ignore[misc]
+        synchronizer.after_step(learning_rates(optimizer))
         return result
+
+    # GradScaler then calls step() also on a rank that overflowed; ``must_skip`` settles it across ranks.
+    _step_supports_amp_scaling = True
 
     # torch's schedulers and hook machinery look for these marks; the wrapped class's own step carries the hooks.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
@@ -166,6 +172,8 @@ class _Attachment:
 
     def renew(self) -> None:
         """Forget the run so far; counters of bytes included."""
+        if self._synchronizer is not None:
+            self._synchronizer.transport.close()
         self._synchronizer = None
 
     def synchronizer(self) -> Synchronizer:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hvd_slim import significance, wire
-from hvd_slim.agreement import are_equal, require_equal
+from hvd_slim.agreement import RankMismatchError, are_equal, require_equal
 from hvd_slim.arena import Arena, LayoutError
 from hvd_slim.config import SHARED_EXPLORERS, SlimConfig
 from hvd_slim.exchange import PATHS
@@ -44,6 +44,7 @@ class Synchronizer:
         self._exchange: Exchange | None = None
         self._restored: dict[str, Any] | None = None
         self._swapped = False
+        self._learning_rates: list[float] = []
         if self.alone:
             log.info("one rank: nothing is exchanged, training runs as without hvd_slim")
 
@@ -76,8 +77,19 @@ class Synchronizer:
                 self.resync()
         self._start(tuple(trainable))
 
-    def after_step(self) -> None:
-        """Count the local step and run a round when one is due. Collective."""
+    def anywhere(self, flag: bool | None) -> bool:
+        """Whether ``flag`` holds on any rank; without a vote if it is None, as it then is on all. Collective."""
+        if flag is None or self.alone:
+            return bool(flag)
+        return self.transport.any_rank(flag)
+
+    def after_step(self, learning_rates: Sequence[float] = ()) -> None:
+        """Count the local step and run a round when one is due. Collective.
+
+        Args:
+            learning_rates: of the step, for the comparison that comes with a resync.
+        """
+        self._learning_rates = list(learning_rates)
         self.steps += 1
         self.stats.steps += 1
         if self._exchange is None:
@@ -90,6 +102,8 @@ class Synchronizer:
     def _round(self) -> None:
         assert self._exchange is not None
         exchange, number = self._exchange, self.rounds
+        self.transport.enter_round(number)
+        exchange.nonfinite = self.config.on_nonfinite == "raise" and not exchange.arena.is_finite()
         if number < self.config.warmup_rounds and self.config.warmup == "dense":
             exchange.dense("dense", self.restore_norm)
         elif isinstance(exchange, SlimExchange):
@@ -98,6 +112,16 @@ class Synchronizer:
             exchange.exchange(number)
         self.rounds += 1
         self.stats.rounds += 1
+        if self.config.checksum_every and self.rounds % self.config.checksum_every == 0:
+            self._check_replicas(exchange)
+
+    def _check_replicas(self, exchange: Exchange) -> None:
+        """Compare, across ranks, what must be equal to the bit: w̄, or of a spread w̄ the core. Collective."""
+        if not are_equal(self.transport, exchange.replicated_values()):
+            raise RankMismatchError(
+                f"rank {self.transport.rank}: the ranks' global models differ after round {self.rounds}. A parameter "
+                f"was changed outside step(), or a collective gave different sums; resume from a checkpoint"
+            )
 
     def _slim_round(self, exchange: SlimExchange, number: int) -> None:
         """Re-selection and resync when they are due, else the slim exchange. A resync takes its place."""
@@ -189,6 +213,14 @@ class Synchronizer:
         if self._exchange is not None:
             self._exchange.dense("resync", restore_norm=False)
             self.stats.resyncs += 1
+            self._compare_learning_rates()
+
+    def _compare_learning_rates(self) -> None:
+        """Say which ranks step with another learning rate than rank 0. Collective."""
+        of_rank = self.transport.gather_texts(repr(self._learning_rates))
+        others = [f"rank {rank} with {rates}" for rank, rates in enumerate(of_rank) if rates != of_rank[0]]
+        if others and self.transport.rank == 0:
+            log.warning("learning rates differ: rank 0 steps with %s, %s", of_rank[0], ", ".join(others))
 
     @contextlib.contextmanager
     def global_parameters(self) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from hvd_slim.agreement import require_finite
 from hvd_slim.arena import Coordinates
 from hvd_slim.config import SlimConfig
 from hvd_slim.exchange.base import SlimExchange
@@ -47,7 +48,7 @@ class AllgatherExchange(SlimExchange):
 
         with self.stats.timed("pack"):
             model.pending_update(self.core, self._core_mean.update)
-            self._core_mean.start(round_number)
+            self._core_mean.start(round_number, self.nonfinite)
             pairs = PairFormat(self.codec, self.explorer.index_dtype)
             explored, unsent, messages_pending = self._send_explorers(pairs, round_number)
 
@@ -55,6 +56,7 @@ class AllgatherExchange(SlimExchange):
             core_change = self._core_mean.finish()
             messages = messages_pending.wait() if messages_pending else ()
 
+        require_finite(self.transport, *self._core_mean.nonfinite)
         with self.stats.timed("merge"):
             # Core: w̄[C] += mean of u[C]; what was sent of u_k[C] is pending no longer.
             model.absorb(self.core, core_change)

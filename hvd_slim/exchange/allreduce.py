@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from hvd_slim.agreement import require_finite
 from hvd_slim.config import SlimConfig
 from hvd_slim.exchange.base import SlimExchange
 from hvd_slim.exchange.dense import exchange_everything
@@ -57,11 +58,12 @@ class AllreduceExchange(SlimExchange):
             explored = self.arena.locate(self.coordinates_at(self._positions(round_number)))
             model.pending_update(self.core, mean.update[:c])
             model.pending_update(explored, mean.update[c:])
-            mean.start(round_number)
+            mean.start(round_number, self.nonfinite)
 
         with self.stats.timed("wait"):
             change = mean.finish()
 
+        require_finite(self.transport, *mean.nonfinite)
         with self.stats.timed("merge"):
             # w̄ += mean of u on C and E; what was sent of u_k there is pending no longer.
             model.absorb(self.core, change[:c])

@@ -7,11 +7,11 @@ On the core every rank sees every round, so base_k = w̄ there; a new core there
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 
+from hvd_slim.agreement import require_finite
 from hvd_slim.config import SlimConfig
 from hvd_slim.exchange.base import SlimExchange
 from hvd_slim.exchange.reduction import MeanReduction, norm_factor, sum_of_squares
@@ -60,7 +60,7 @@ class AlltoallExchange(SlimExchange):
 
         with self.stats.timed("pack"):
             model.pending_update(self.core, self._core_mean.update)
-            self._core_mean.start(round_number)
+            self._core_mean.start(round_number, self.nonfinite)
             pairs = PairFormat(self.codec, self.explorer.index_dtype)
             if self.explorer.count:
                 draw = self.explorer.draw(round_number, self.transport.rank, self.magnitude())
@@ -82,6 +82,7 @@ class AlltoallExchange(SlimExchange):
             core_change = self._core_mean.finish()
             pushed = pushed_pending.wait() if self.explorer.count else None
 
+        require_finite(self.transport, *self._core_mean.nonfinite)
         with self.stats.timed("merge"):
             # Core: w̄[C] += mean of u[C]; what was sent of u_k[C] is pending no longer.
             model.absorb(self.core, core_change)
@@ -180,8 +181,9 @@ class AlltoallExchange(SlimExchange):
             for part in data.split(received):
                 mean += part.view(arena.value_dtype)
             mean /= size
+        factor = self._agree(update, mean, phase)
         if restore_norm:
-            mean *= self._norm_factor(sum_of_squares(update), sum_of_squares(mean), phase)
+            mean *= factor
         self.owned.add_everywhere(mean)
         whole = self.whole_model(phase)
         with self.stats.timed("merge"):
@@ -189,13 +191,19 @@ class AlltoallExchange(SlimExchange):
                 mine.copy_(seen)
             self.model.settle_everywhere()
 
-    def _norm_factor(self, update_square: float, mean_square: float, phase: str) -> float:
-        """γ over everything, from every rank's two sums of squares. Collective."""
-        squares = torch.tensor([update_square, mean_square], dtype=torch.float64)
-        gathered = self.transport.allgather(squares.view(torch.uint8).to(self.arena.device), phase).wait()
-        of_rank = gathered.view(torch.float64).tolist()
-        updates, means = (math.fsum(squares) for squares in zip(*of_rank))
+    def _agree(self, update: torch.Tensor, own_mean: torch.Tensor, phase: str) -> float:
+        """γ over everything, and whether all is finite: every rank tells three numbers. Collective."""
+        mine = [sum_of_squares(update), sum_of_squares(own_mean), float(self.nonfinite)]
+        raw = torch.tensor(mine, dtype=torch.float64, device=self.arena.device).view(torch.uint8)
+        of_rank = self.transport.allgather(raw, phase).wait().view(torch.float64).tolist()
+        bad = [rank for rank, numbers in enumerate(of_rank) if numbers[2]]
+        require_finite(self.transport, len(bad), sum(bad))
+        updates, means = (sum(numbers[i] for numbers in of_rank) for i in (0, 1))
         return norm_factor(updates / self.transport.size, means, self.transport.size)
+
+    def replicated_values(self) -> list[torch.Tensor]:
+        """w̄ on the core."""
+        return [self.model.flat[piece.group].index_select(0, piece.in_group) for piece in self.core.pieces]
 
     def whole_model(self, phase: str = "resync") -> GlobalModel:
         """w̄, gathered from its owners into a model of its own. Collective."""

@@ -41,6 +41,8 @@ class Exchange(abc.ABC):
         self.model, self.transport, self.stats = model, transport, transport.stats
         self.config, self.restore_norm = config, restore_norm
         self.arena = model.arena
+        #: set before a round: whether this rank's parameters hold a NaN or an infinity
+        self.nonfinite = False
         self.codec = make_codec(config.value_dtype, self.arena.value_dtype, config.rounding, config.seed)
         self.exact_codec = make_codec("float32", self.arena.value_dtype, "nearest", config.seed)
 
@@ -51,6 +53,10 @@ class Exchange(abc.ABC):
     @abc.abstractmethod
     def dense(self, phase: str, restore_norm: bool) -> None:
         """Exchange every pending update at full width; all replicas are equal afterwards. Collective."""
+
+    def replicated_values(self) -> list[torch.Tensor]:
+        """What of w̄ every rank holds, and must hold to the same bits. Not collective."""
+        return self.model.flat
 
     def whole_model(self) -> GlobalModel:
         """w̄, entire. Not collective where every rank holds it; collective where each holds a slice."""

@@ -3,6 +3,7 @@ with narrow values, its quantised form (Quant-DP)."""
 
 from __future__ import annotations
 
+from hvd_slim.agreement import require_finite
 from hvd_slim.exchange.base import Exchange
 from hvd_slim.exchange.reduction import MeanReduction
 from hvd_slim.values import ValueCodec
@@ -44,9 +45,10 @@ def exchange_everything(
             norm_count,
         )
         model.pending_update_everywhere(reduction.update)
-        reduction.start(round_number)
+        reduction.start(round_number, exchange.nonfinite)
     with stats.timed("wait"):
         mean = reduction.finish()
+    require_finite(exchange.transport, *reduction.nonfinite)
     with stats.timed("merge"):
         model.absorb_everywhere(mean)
         model.settle_everywhere(reduction.unsent)

@@ -18,7 +18,9 @@ from hvd_slim.transport.base import Pending, Received, Transport
 from hvd_slim.values import ValueCodec
 from hvd_slim.wire import aligned
 
-_NORM_BYTES = 8
+#: numbers that ride along and are summed over ranks: ‖u_k‖² (for γ), whether u_k is non-finite, and then the rank
+_RIDERS = 3
+_RIDER_BYTES = 8 * _RIDERS
 
 
 class MeanReduction:
@@ -36,6 +38,7 @@ class MeanReduction:
         update: shape (count,): to be filled before ``start``. Its contents are used up.
         unsent: after ``finish``: shape (count,), what this rank still has to tell; None if everything was sent.
         factor: after ``finish``: γ, 1 without ``norm_count``.
+        nonfinite: after ``finish``: how many ranks said that they hold non-finite values, and the sum of their numbers.
     """
 
     def __init__(
@@ -48,10 +51,11 @@ class MeanReduction:
             phase,
             norm_count,
         )
-        self._buffer = torch.zeros(count + (norm_count > 0), dtype=dtype, device=device)
+        self._buffer = torch.zeros(count + _RIDERS, dtype=dtype, device=device)
         self.update = self._buffer[:count]
         self.unsent: torch.Tensor | None = None
         self.factor = 1.0
+        self.nonfinite = (0, 0)
         size = transport.size
         self._bounds = [count * rank // size for rank in range(size + 1)]
         self._lengths = [end - begin for begin, end in zip(self._bounds, self._bounds[1:])]
@@ -59,16 +63,21 @@ class MeanReduction:
         self._slices: Pending[Received] | None = None
         self._round_number = 0
 
-    def start(self, round_number: int) -> None:
-        """Launch the reduction of ``update``. Collective, non-blocking."""
+    def start(self, round_number: int, nonfinite: bool = False) -> None:
+        """Launch the reduction of ``update``. Collective, non-blocking.
+
+        Args:
+            round_number: for stochastic rounding.
+            nonfinite: whether this rank holds non-finite values, for all to know.
+        """
         self._round_number = round_number
         square = sum_of_squares(self.update[: self._norm_count])
+        riders = [square, float(nonfinite), float(nonfinite) * self._transport.rank]
         if self._codec.exact:
-            if self._norm_count:
-                self._buffer[-1] = square
+            self._buffer[-_RIDERS:] = torch.tensor(riders)
             self._summed = self._transport.allreduce(self._buffer, self._phase)
             return
-        messages = [self._encode(part, square, rank) for rank, part in enumerate(self.update.split(self._lengths))]
+        messages = [self._encode(part, riders, rank) for rank, part in enumerate(self.update.split(self._lengths))]
         sent = [self._decode(message, length) for message, length in zip(messages, self._lengths)]
         self.unsent = self.update - torch.cat(sent)
         counts = [message.numel() for message in messages]
@@ -79,22 +88,27 @@ class MeanReduction:
         """Wait for the mean: shape (count,), bit-identical on all ranks, scaled by γ if so configured. Collective."""
         size = self._transport.size
         if self._summed is not None:
-            mean = self._summed.wait().div_(size)
+            total = self._summed.wait()
             self._summed = None
-            square_mean = float(mean[-1]) if self._norm_count else 0.0
-            return self._scaled(mean[: self.update.numel()], square_mean)
+            square_sum = self._read_riders(total[-_RIDERS:].tolist())
+            return self._scaled(total[: self.update.numel()].div_(size), square_sum / size)
         assert self._slices is not None
         data, counts = self._slices.wait()
         self._slices = None
-        mine = self._transport.rank
-        messages = data.split(counts)
+        length = self._lengths[self._transport.rank]
         # Summed in rank order, in full width, by one rank alone: the same bits for all.
-        own_mean = torch.zeros(self._lengths[mine], dtype=self.update.dtype, device=self.update.device)
-        for message in messages:
-            own_mean += self._decode(message, self._lengths[mine])
-        own_mean /= size
-        square_mean = math.fsum(self._square(message) for message in messages) / size
-        return self._scaled(self._share(own_mean), square_mean)
+        own_mean = torch.zeros(length, dtype=self.update.dtype, device=self.update.device)
+        riders = torch.zeros(_RIDERS, dtype=torch.float64, device=self.update.device)
+        for message in data.split(counts):
+            own_mean += self._decode(message, length)
+            riders += message[-_RIDER_BYTES:].view(torch.float64)
+        square_sum = self._read_riders(riders.tolist())
+        return self._scaled(self._share(own_mean.div_(size)), square_sum / size)
+
+    def _read_riders(self, sums: list[float]) -> float:
+        square_sum, bad_ranks, rank_sum = sums
+        self.nonfinite = (int(bad_ranks), int(rank_sum))
+        return square_sum
 
     def _share(self, own_mean: torch.Tensor) -> torch.Tensor:
         """Every slice's mean, as all ranks read it; what this rank's rounding took from its own is left to it."""
@@ -122,22 +136,17 @@ class MeanReduction:
             mean.mul_(self.factor)
         return mean
 
-    # A message: the encoded values, padded, and the sender's sum of squares.
+    # A message: the encoded values, padded, and the riders.
 
-    def _encode(self, values: torch.Tensor, square: float, number: int) -> torch.Tensor:
+    def _encode(self, values: torch.Tensor, riders: list[float], number: int) -> torch.Tensor:
         nbytes = self._codec.nbytes(values.numel())
-        tail = _NORM_BYTES if self._norm_count else 0
-        message = torch.zeros(aligned(nbytes) + tail, dtype=torch.uint8, device=values.device)
+        message = torch.zeros(aligned(nbytes) + _RIDER_BYTES, dtype=torch.uint8, device=values.device)
         self._codec.encode(values, message[:nbytes], self._round_number, self._transport.rank, number)
-        if tail:
-            message[-_NORM_BYTES:].view(torch.float64).fill_(square)
+        message[-_RIDER_BYTES:].view(torch.float64).copy_(torch.tensor(riders, dtype=torch.float64))
         return message
 
     def _decode(self, message: torch.Tensor, count: int) -> torch.Tensor:
         return self._codec.decode(message[: self._codec.nbytes(count)], count)
-
-    def _square(self, message: torch.Tensor) -> float:
-        return float(message[-_NORM_BYTES:].view(torch.float64)) if self._norm_count else 0.0
 
 
 def norm_factor(square_mean: float, mean_square: float, size: int) -> float:

@@ -17,4 +17,4 @@ def make_transport(config: SlimConfig, name: str, process_set: Any) -> Transport
         return MpiTransport(name, process_set, Stats(), config.max_message_bytes)
     from hvd_slim.transport.horovod import HorovodTransport
 
-    return HorovodTransport(name, process_set, Stats(), config.max_message_bytes)
+    return HorovodTransport(name, process_set, Stats(), config.max_message_bytes, config.warn_after, config.stall_limit)

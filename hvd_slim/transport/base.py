@@ -119,8 +119,19 @@ class Transport(abc.ABC):
 
         return Pending(wait)
 
+    def any_rank(self, flag: bool) -> bool:
+        """Whether ``flag`` holds on any rank. Collective, blocking."""
+        votes = torch.tensor([float(flag)])
+        return bool(self.allreduce(votes, "vote").wait().item() > 0)
+
     def _elements_per_piece(self, tensor: torch.Tensor) -> int:
         return max(1, self.limit // (self.size * tensor.element_size()))
+
+    def enter_round(self, round_number: int) -> None:  # noqa: B027  (most transports have nothing to do)
+        """A new round begins on this rank. Not collective."""
+
+    def close(self) -> None:  # noqa: B027
+        """Give back threads and communicators; the transport is not used any more. Not collective."""
 
     @abc.abstractmethod
     def gather_texts(self, text: str) -> list[str]:

@@ -1,0 +1,62 @@
+"""What has to be looked at around the wrapped optimizer's own step: sparse gradients, AMP scaling, overflow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def make_dense(parameters: Sequence[torch.Tensor]) -> None:
+    """Turn sparse gradients into dense ones, in place of the sparse."""
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.to_dense()
+
+
+def must_skip(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], on_nonfinite: str) -> bool | None:
+    """Whether this rank wants the step left out; None if nobody asks, so that no vote is needed.
+
+    A GradScaler asks by the attribute ``found_inf``, which it sets around ``step()`` on every rank; the setting
+    ``on_nonfinite="skip"`` asks always.
+    """
+    found = getattr(optimizer, "found_inf", None)
+    if found is not None:
+        return bool(found)
+    if on_nonfinite != "skip":
+        return None
+    return not _gradients_are_finite(parameters)
+
+
+def _gradients_are_finite(parameters: Sequence[torch.Tensor]) -> bool:
+    for parameter in parameters:
+        if parameter.grad is None:
+            continue
+        gradient = parameter.grad.coalesce().values() if parameter.grad.is_sparse else parameter.grad
+        real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+        # The sum is fast; only one that is not finite needs a second look.
+        if not bool(real.sum(dtype=torch.promote_types(real.dtype, torch.float32)).isfinite()) and not bool(
+            real.isfinite().all()
+        ):
+            return False
+    return True
+
+
+def unscale(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], base: type[torch.optim.Optimizer]
+) -> None:
+    """Divide gradients by a GradScaler's scale, unless that was done or the wrapped class does it itself (fused)."""
+    scale = getattr(optimizer, "grad_scale", None)
+    natively = getattr(base, "_step_supports_amp_scaling", False) or optimizer.__dict__.get(
+        "_step_supports_amp_scaling", False
+    )
+    if scale is None or natively:
+        return
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.div_(scale.to(parameter.grad.device))
+
+
+def learning_rates(optimizer: torch.optim.Optimizer) -> list[float]:
+    """The learning rate of every parameter group that has one."""
+    return [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]

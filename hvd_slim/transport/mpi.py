@@ -1,0 +1,475 @@
+"""MPI carries the bytes, through mpi4py: beside Horovod, without waiting for its cycles.
+
+A transport has communicators and a background thread of its own, so two of them never wait for each other. The thread
+starts collectives in the order launched, which is the same on every rank, and sleeps between looks at them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import queue
+import re
+import threading
+import time
+import weakref
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from hvd_slim.stats import Stats
+from hvd_slim.transport.base import MESSAGE_LIMIT, Pending, Received, Transport
+from hvd_slim.transport.horovod import HorovodTransport
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+log = logging.getLogger("hvd_slim")
+
+# A collective of at most two MPI operations, one on either communicator: yields each one's request, returns the result.
+Steps = Generator["MPI.Request", None, Any]
+
+_SMALL = 2**16  # bytes; below, few messages matter more than few bytes, and a tree's root carries no great load
+_MOST_STARTED = 16  # collectives at a time: what is looked at between two sleeps stays short, however many are launched
+_SHORTEST_SLEEP, _LONGEST_SLEEP = 2e-5, 1e-3  # seconds; a sleep doubles as long as nothing moves
+_SECONDS_TO_LOOK_AROUND = 1.0  # between questions whether the other ranks are still there
+_SECONDS_TO_WARN = 60.0  # like Horovod's stall check
+_SECONDS_TO_DRAIN = 2.0  # for what is in flight when the process ends
+
+_CLOSED = "the transport is closed: close() or hvd.shutdown() was called, another rank ended, or this process ends"
+_INSTEAD = 'or choose transport="horovod"'
+
+
+class MpiTransportError(RuntimeError):
+    """MPI cannot be used beside this Horovod, or a collective failed. One line: the rank, the cause, the remedy."""
+
+
+class MpiTransport(Transport):
+    """mpi4py on communicators of the process set's ranks only; host buffers, device tensors through pinned copies.
+
+    Building one is collective and blocks until every rank of the process set takes part; a rank outside counts as
+    alone and waits for nobody. Collectives do not block before ``wait()``. A fault in the background thread is raised
+    by every ``wait()`` from then on. An allreduce adds in rank order: all ranks get the same bits in every run.
+
+    Args:
+        name: prefix of the names in messages, and of Horovod's operations while building; the same on all ranks.
+        process_set: a Horovod process set; None for all ranks.
+        stats: where bytes are counted.
+        limit: bytes that one collective may carry, summed over ranks.
+
+    Raises:
+        MpiTransportError: on every rank of the process set, when mpi4py and Horovod do not share an MPI with
+            ``THREAD_MULTIPLE`` on every one of them.
+    """
+
+    def __init__(self, name: str, process_set: Any, stats: Stats, limit: int = MESSAGE_LIMIT) -> None:
+        import horovod.torch as hvd
+
+        members = hvd.global_process_set if process_set is None else process_set
+        # Rank, size and the first agreement are Horovod's: it works whatever is wrong with MPI.
+        horovod = HorovodTransport(name, members, stats, limit)
+        super().__init__(horovod.rank, horovod.size, stats, limit)
+        mpi, world_ranks = _agree_on_mpi(hvd, horovod)
+        group = mpi.COMM_WORLD.Get_group().Incl(world_ranks)
+        first = mpi.COMM_WORLD.Create_group(group)
+        second = first.Dup()
+        for communicator in (first, second):
+            communicator.Set_errhandler(mpi.ERRORS_RETURN)  # mpi4py raises what is returned
+        self._name, self._mpi = name, mpi
+        self._first, self._second = first, second
+        self._progress = _Progress(f"rank {self.rank}, {name}", lambda: _size_of(members) == horovod.size)
+        self._end_with_self = weakref.finalize(self, self._progress.stop, 0.0, wait=False)
+        self._end_with_self.atexit = False  # then _end_all does it, while Horovod and MPI still run
+        _end_before_mpi(mpi, self._progress)
+
+    def close(self) -> None:
+        """Wait for what is in flight, end the thread, free the communicators. Collective, blocking.
+
+        Never required: the thread also ends with the transport and with the process, and MPI_Finalize frees the rest.
+        """
+        self._progress.stop(float("inf"))
+        for communicator in (self._first, self._second):
+            if communicator != self._mpi.COMM_NULL:
+                communicator.Free()
+
+    def gather_texts(self, text: str) -> list[str]:
+        """Every rank's text, in rank order; lengths may differ. Collective, blocking, not counted."""
+        data = np.frombuffer(text.encode(), dtype=np.uint8)
+        size, first, second, byte = self.size, self._first, self._second, self._mpi.BYTE
+
+        def steps() -> Steps:
+            lengths = np.empty(size, dtype=np.int64)
+            yield first.Iallgather(np.array([data.size]), lengths)
+            gathered = np.empty(lengths.sum(), dtype=np.uint8)
+            yield second.Iallgatherv([data, byte], [gathered, lengths.tolist(), byte])
+            return [bytes(part).decode() for part in np.split(gathered, lengths.cumsum()[:-1])]
+
+        return self._launch("agreement", steps()).result()
+
+    def _allreduce(self, tensor: torch.Tensor, name: str) -> Pending[torch.Tensor]:
+        if tensor.dtype not in (torch.float32, torch.float64):
+            raise TypeError(f"rank {self.rank}: {name} sums float32 and float64, not {tensor.dtype}; widen it first")
+        buffer = _HostBuffer(tensor)
+        tree = tensor.nbytes < _SMALL
+        future = self._launch(name, self._sum_by_tree(buffer) if tree else self._sum_by_slices(buffer), buffer.filled)
+
+        def wait() -> torch.Tensor:
+            future.result()
+            return buffer.write_back()
+
+        return Pending(wait)
+
+    def _sum_by_tree(self, buffer: _HostBuffer) -> Steps:
+        yield self._first.Iallreduce(self._mpi.IN_PLACE, buffer.array)
+
+    def _sum_by_slices(self, buffer: _HostBuffer) -> Steps:
+        """Each rank adds up one slice and gives it to the others: 2(K−1)/K of the bytes on every rank, as a ring.
+
+        Open MPI's Iallreduce in place is a binomial tree, whose root carries log2 K times the bytes either way.
+        """
+        array, size, rank = buffer.array, self.size, self.rank
+        real = self._mpi.FLOAT if array.itemsize == 4 else self._mpi.DOUBLE
+        bounds = [array.size * slice_ // size for slice_ in range(size + 1)]
+        counts = [end - begin for begin, end in zip(bounds, bounds[1:])]
+        own = array[bounds[rank] : bounds[rank + 1]]
+        parts = np.empty((size, own.size), dtype=array.dtype)
+        yield self._first.Ialltoallv([array, counts, real], [parts, [own.size] * size, real])
+        np.copyto(own, parts[0])
+        for part in parts[1:]:
+            np.add(own, part, out=own)
+        del parts
+        yield self._second.Iallgatherv(self._mpi.IN_PLACE, [array, counts, real])
+
+    def _allgather(self, tensor: torch.Tensor, name: str) -> Pending[torch.Tensor]:
+        buffer = _HostBuffer(tensor)
+        first, size, byte = self._first, self.size, self._mpi.BYTE
+
+        def steps() -> Steps:
+            gathered = buffer.another(size * tensor.nbytes)
+            yield first.Iallgather([buffer.array, byte], [gathered.numpy(), byte])
+            return gathered
+
+        future = self._launch(name, steps(), buffer.filled)
+        return Pending(lambda: buffer.to_device(future.result()))
+
+    def _broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Pending[torch.Tensor]:
+        buffer = _HostBuffer(tensor)
+        first, byte = self._first, self._mpi.BYTE
+
+        def steps() -> Steps:
+            yield first.Ibcast([buffer.array.view(np.uint8), byte], root)
+
+        future = self._launch(name, steps(), buffer.filled)
+
+        def wait() -> torch.Tensor:
+            future.result()
+            return buffer.write_back()
+
+        return Pending(wait)
+
+    def _alltoall(self, tensor: torch.Tensor, counts: list[int], name: str) -> Pending[Received]:
+        buffer = _HostBuffer(tensor)
+        first, second, byte = self._first, self._second, self._mpi.BYTE
+
+        def steps() -> Steps:
+            lengths = np.empty(len(counts), dtype=np.int64)
+            yield first.Ialltoall(np.array(counts, dtype=np.int64), lengths)
+            received = lengths.tolist()
+            messages = buffer.another(sum(received))
+            yield second.Ialltoallv([buffer.array, counts, byte], [messages.numpy(), received, byte])
+            return messages, received
+
+        future = self._launch(name, steps(), buffer.filled)
+
+        def wait() -> Received:
+            messages, received = future.result()
+            return buffer.to_device(messages), received
+
+        return Pending(wait)
+
+    def _launch(self, name: str, steps: Steps, ready: Callable[[], bool] = lambda: True) -> Future[Any]:
+        operation = _Operation(f"{self._name}.{name}", steps, ready)
+        self._progress.launch(operation)
+        return operation.future
+
+
+class _HostBuffer:
+    """A tensor's elements in host memory, for MPI: the tensor's own, or a pinned copy that its stream fills.
+
+    Attributes:
+        array: NumPy view of the host memory.
+        filled: whether the copy is complete; never blocks.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = self._host = tensor.detach()
+        self.filled: Callable[[], bool] = lambda: True
+        self._pinned = tensor.device.type != "cpu"
+        if self._pinned:
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            with torch.cuda.device(tensor.device):
+                self._host.copy_(self._tensor, non_blocking=True)
+                copied = torch.cuda.Event()
+                copied.record()
+            self.filled = copied.query
+        self.array: np.ndarray[Any, Any] = self._host.numpy()
+
+    def another(self, length: int) -> torch.Tensor:
+        """Uninitialised bytes (uint8) in the same kind of memory."""
+        return torch.empty(length, dtype=torch.uint8, pin_memory=self._pinned)
+
+    def to_device(self, host: torch.Tensor) -> torch.Tensor:
+        """A host tensor where the tensor lives, in the order of its stream."""
+        return host.to(self._tensor.device, non_blocking=True)
+
+    def write_back(self) -> torch.Tensor:
+        """The tensor, with what the host memory holds now, in the order of its stream."""
+        return self._tensor.copy_(self._host, non_blocking=True) if self._pinned else self._tensor
+
+
+class _Operation:
+    """One collective on its way: not started (stage 0), its first MPI operation (1), its second (2), complete (3)."""
+
+    def __init__(self, name: str, steps: Steps, ready: Callable[[], bool]) -> None:
+        self.name, self.stage, self.launched_at, self.warned = name, 0, time.monotonic(), False
+        self.future: Future[Any] = Future()
+        self._steps, self._ready = steps, ready
+        self._request: MPI.Request | None = None
+
+    def passes_stage(self) -> bool:
+        """Go on to the next stage, if nothing stands in the way."""
+        if not (self._ready() if self._request is None else self._request.Test()):
+            return False
+        try:
+            self._request = next(self._steps)
+            self.stage += 1
+        except StopIteration as end:
+            self.stage = 3
+            self.future.set_result(end.value)
+        return True
+
+
+class _Progress:
+    """The background thread of one transport; started by the first collective, asleep while there is none.
+
+    Args:
+        whose: rank and transport, for messages.
+        others_are_there: whether Horovod still runs with all ranks of the process set; never blocks for long.
+    """
+
+    def __init__(self, whose: str, others_are_there: Callable[[], bool]) -> None:
+        self._whose, self._others_are_there = whose, others_are_there
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._launched: queue.SimpleQueue[_Operation | None] = queue.SimpleQueue()
+        self._unfinished: list[_Operation] = []  # the thread's own, in the order launched
+        self._thread: threading.Thread | None = None
+        self._failure: MpiTransportError | None = None
+        self._deadline: float | None = None
+
+    def launch(self, operation: _Operation) -> None:
+        """Start the collective after those launched before it. Its future gets the result or an error, always."""
+        if os.getpid() != self._process:
+            raise MpiTransportError(f"{self._whose}: MPI cannot be used in a forked process; exchange in its parent")
+        with self._lock:
+            if self._failure is not None:
+                operation.future.set_exception(self._failure)
+                return
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="hvd_slim mpi", daemon=True)
+                self._thread.start()
+            self._launched.put(operation)
+
+    def stop(self, seconds: float, wait: bool = True) -> None:
+        """End the thread as soon as nothing is in flight, and after ``seconds`` in any case."""
+        if os.getpid() != self._process:
+            return
+        _running.discard(self)
+        with self._lock:
+            self._deadline = time.monotonic() + seconds
+            if self._thread is None:
+                self._failure = self._failure or MpiTransportError(f"{self._whose}: {_CLOSED}")
+                return
+        self._launched.put(None)
+        if wait:
+            self._thread.join()
+
+    def _work(self) -> None:
+        try:
+            self._carry()
+        except Exception as error:  # whatever it is, the trainer has to see it
+            self._fail(f"{self._unfinished[0].name}: {error}", error)
+        else:
+            self._fail(_CLOSED)
+
+    def _carry(self) -> None:
+        sleep: float | None = None  # until something is launched
+        looked_at = 0.0
+        while True:
+            self._take(sleep)
+            moved = self._go_on()
+            now = time.monotonic()
+            if self._deadline is not None and (not self._unfinished or now >= self._deadline):
+                return
+            if not self._unfinished:
+                sleep = None
+            elif moved or sleep is None:
+                sleep = _SHORTEST_SLEEP
+            elif now - looked_at < _SECONDS_TO_LOOK_AROUND:
+                sleep = min(2 * sleep, _LONGEST_SLEEP)
+            else:
+                self._look_around(now)
+                looked_at = now
+
+    def _take(self, sleep: float | None) -> None:
+        """Take what was launched, after at most ``sleep`` seconds without anything (None: without end)."""
+        try:
+            operation = self._launched.get(timeout=sleep)
+            while True:
+                if operation is not None:
+                    self._unfinished.append(operation)
+                operation = self._launched.get_nowait()
+        except queue.Empty:
+            return
+
+    def _go_on(self) -> bool:
+        """Let collectives pass stages, each only after those launched before it: in one order on all ranks."""
+        moved, earlier = False, 3
+        for operation in self._unfinished[:_MOST_STARTED]:
+            while operation.stage < earlier and operation.passes_stage():
+                moved = True
+            earlier = min(earlier, operation.stage)
+        if moved:
+            self._unfinished = [operation for operation in self._unfinished if operation.stage < 3]
+        return moved
+
+    def _look_around(self, now: float) -> None:
+        """Nothing has moved for a while: are the others still there, and should someone know?"""
+        if not self._others_are_there():
+            raise RuntimeError("Horovod was shut down: another rank ended, see its messages for the cause")
+        operation = self._unfinished[0]
+        if not operation.warned and now - operation.launched_at >= _SECONDS_TO_WARN:
+            operation.warned = True
+            log.warning(
+                "%s: %s has been waiting for other ranks for %.0f seconds; are they slow, or do they not take part?",
+                self._whose,
+                operation.name,
+                now - operation.launched_at,
+            )
+
+    def _fail(self, reason: str, cause: Exception | None = None) -> None:
+        """The thread's last act: what is left fails, and so does whatever is launched from now on."""
+        failure = MpiTransportError(f"{self._whose}: {reason}")
+        failure.__cause__ = cause
+        with self._lock:
+            self._failure = failure
+        self._take(0.0)
+        for operation in self._unfinished:
+            operation.future.set_exception(failure)
+
+
+# Before MPI ends ------------------------------------------------------------------------------------------------------
+
+_running: set[_Progress] = set()
+_attribute: int | None = None
+
+
+def _end_before_mpi(mpi: Any, progress: _Progress) -> None:
+    """No thread may be inside MPI when it is finalized, at exit by mpi4py or at any time by Horovod's own thread."""
+    global _attribute
+    _running.add(progress)
+    if _attribute is None:
+        # MPI_Finalize begins by deleting the attributes of COMM_SELF (MPI standard, section "Finalization hooks").
+        _attribute = mpi.Comm.Create_keyval(delete_fn=lambda *_: _end_all(0.0))
+        mpi.COMM_SELF.Set_attr(_attribute, None)
+        atexit.register(_end_all, _SECONDS_TO_DRAIN)
+
+
+def _end_all(seconds: float) -> None:
+    for progress in list(_running):
+        progress.stop(seconds)
+
+
+# Whether MPI can be used ----------------------------------------------------------------------------------------------
+
+
+def _agree_on_mpi(hvd: Any, horovod: HorovodTransport) -> tuple[Any, list[int]]:
+    """mpi4py's MPI module and the members' ranks in COMM_WORLD, once it is known to work on every one of them."""
+    mpi: Any = None
+    mine: dict[str, Any] = {"problem": None, "world_rank": None}
+    try:
+        mpi = _load_mpi(hvd)
+        mine["world_rank"] = mpi.COMM_WORLD.Get_rank()
+    except MpiTransportError as error:
+        mine["problem"] = str(error)
+    texts = [json.dumps(mine)] if horovod.size == 1 else horovod.gather_texts(json.dumps(mine))
+    of_rank = [json.loads(text) for text in texts]
+    for rank, facts in enumerate(of_rank):
+        if facts["problem"]:
+            raise MpiTransportError(f'transport="mpi" cannot work on rank {rank}: {facts["problem"]}')
+    world_ranks = [facts["world_rank"] for facts in of_rank]
+    if len(set(world_ranks)) < horovod.size:
+        raise MpiTransportError(
+            f"Horovod counts {horovod.size} ranks, but MPI gives them ranks {world_ranks}; start the job with mpirun, "
+            f"srun --mpi or horovodrun --mpi, {_INSTEAD}"
+        )
+    return mpi, world_ranks
+
+
+def _load_mpi(hvd: Any) -> Any:
+    """mpi4py's MPI module, on the MPI that Horovod runs on.
+
+    Raises:
+        MpiTransportError: one line that says what to do.
+    """
+    if not hvd.mpi_built():
+        raise MpiTransportError(f"Horovod is built without MPI; rebuild it with HOROVOD_WITH_MPI=1, {_INSTEAD}")
+    if not hvd.mpi_enabled():
+        # Importing mpi4py would initialise an MPI of one rank.
+        raise MpiTransportError(f"Horovod runs on Gloo; start the job with mpirun or horovodrun --mpi, {_INSTEAD}")
+    try:
+        import mpi4py
+
+        mpi4py.rc.initialize = False  # Horovod has done it; a second MPI would start alone
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise MpiTransportError(
+            f"mpi4py does not import ({' '.join(str(error).split())}); run `pip install mpi4py`, {_INSTEAD}"
+        ) from error
+    libraries = _mpi_libraries()
+    if len(libraries) > 1 or not MPI.Is_initialized():
+        raise MpiTransportError(
+            f"mpi4py uses another MPI library than Horovod, which are {' and '.join(libraries) or 'unknown'}; run `pip "
+            "install --force-reinstall --no-cache-dir --no-binary mpi4py mpi4py` with the mpicc of Horovod's on PATH, "
+            f"{_INSTEAD}"
+        )
+    if MPI.Is_finalized():
+        raise MpiTransportError(f"MPI is finalized; build optimizers before hvd.shutdown(), {_INSTEAD}")
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise MpiTransportError(
+            "MPI runs without THREAD_MULTIPLE; unset HOROVOD_MPI_THREADS_DISABLE, do not initialise MPI with less "
+            f"before hvd.init(), or use an MPI built with it, {_INSTEAD}"
+        )
+    return MPI
+
+
+def _mpi_libraries() -> list[str]:
+    """Paths of the MPI libraries that this process has loaded; none where the system does not tell."""
+    try:
+        with open("/proc/self/maps") as lines:
+            return sorted({path for line in lines for path in re.findall(r"/\S*/libmpi(?:ch)?\.so\S*", line)})
+    except OSError:
+        return []
+
+
+def _size_of(process_set: Any) -> int:
+    """Ranks in the process set; 0 once Horovod is shut down, here or on another rank."""
+    try:
+        return int(process_set.size() or 0)
+    except ValueError:
+        return 0
