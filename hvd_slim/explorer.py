@@ -13,6 +13,7 @@ import dataclasses
 import numpy as np
 import torch
 
+from hvd_slim.chunks import chunks, index_dtype
 from hvd_slim.rng import CYCLIC_STREAM, EXPLORER_STREAM, SHARED_STREAM, raw_words
 from hvd_slim.significance import top_coordinates
 
@@ -94,7 +95,7 @@ class _Stratified(Explorer):
     def __init__(self, population: int, count: int, seed: int, size: int, device: torch.device) -> None:
         super().__init__(population, count, seed, size, device)
         bounds = (np.arange(count + 1, dtype=np.int64) * population) // max(count, 1)
-        self._lengths = np.diff(bounds)
+        self._lengths = np.diff(bounds).astype(np.uint32)
         self._longest = int(self._lengths.max(initial=0))
         # start + offset + shift stays below 2m.
         self._position_dtype = torch.int32 if 2 * population <= torch.iinfo(torch.int32).max else torch.int64
@@ -146,12 +147,13 @@ class RandomExplorer(_Stratified):
     def draw(self, round_number: int, rank: int, magnitude: torch.Tensor | None = None) -> Draw:
         """``rank``'s set in ``round_number``."""
         words = raw_words(self.seed, self._stream, round_number, rank, 1 + (self.count + 1) // 2)
-        draws = words[1:].view(np.uint32)[: self.count].astype(np.uint64)
-        draws *= self._lengths.view(np.uint64)
-        draws >>= np.uint64(32)
-        dtype = torch.uint8 if self._longest <= 256 else torch.int32
-        offsets = torch.from_numpy(draws.view(np.int64)).to(dtype).to(self.device)
-        return Draw(*self._ascending(offsets, self._shift(round_number, rank)))
+        bits = words[1:].view(np.uint32)
+        offsets = np.empty(self.count, dtype=np.uint8 if self._longest <= 256 else np.int32)
+        for part in chunks(self.count, torch.device("cpu")):
+            # 32 random bits r in each stratum of length l give offset ⌊r·l / 2^32⌋.
+            product = np.multiply(bits[part], self._lengths[part], dtype=np.uint64, casting="unsafe")
+            np.right_shift(product, np.uint64(32), out=offsets[part], casting="unsafe")
+        return Draw(*self._ascending(torch.from_numpy(offsets).to(self.device), self._shift(round_number, rank)))
 
     def positions(
         self,
@@ -195,7 +197,7 @@ class CyclicExplorer(_Stratified):
     def __init__(self, population: int, count: int, seed: int, size: int, device: torch.device) -> None:
         super().__init__(population, count, seed, size, device)
         words = raw_words(seed, CYCLIC_STREAM, 0, 0, (count + 1) // 2).view(np.uint32)[:count]
-        lengths = torch.from_numpy(self._lengths)
+        lengths = torch.from_numpy(self._lengths.astype(np.int64))
         start_offsets = torch.from_numpy(words.astype(np.int64)) % lengths
         self._start_offsets = start_offsets.to(device, self._position_dtype)
         self._length = lengths.to(device, self._position_dtype)
@@ -227,13 +229,13 @@ class GreedyExplorer(Explorer):
 
     def __init__(self, population: int, count: int, seed: int, size: int, device: torch.device) -> None:
         super().__init__(population, count, seed, size, device)
-        self.index_dtype = torch.int32 if population <= 2**31 else torch.int64
+        self.index_dtype = index_dtype(population)
 
     def draw(self, round_number: int, rank: int, magnitude: torch.Tensor | None = None) -> Draw:
         """``rank``'s set in ``round_number``."""
         assert magnitude is not None
         assert self.index_dtype is not None
-        positions = top_coordinates(magnitude, self.count).to(self.index_dtype)
+        positions = top_coordinates(magnitude, self.count)
         return Draw(positions, positions, 0)
 
     def positions(

@@ -218,7 +218,7 @@ def _rebuild(
     return optimizer
 
 
-def DistributedOptimizer(
+def DistributedOptimizer(  # noqa: N802  (the name Horovod gave it)
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     compression: Any = None,

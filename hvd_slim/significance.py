@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from hvd_slim.arena import Arena
+from hvd_slim.chunks import at_least, between, chunks, count_true, equal_to, indices_of
 
 _SAMPLE = 1 << 16
 _MARGIN = 5.0  # standard deviations of the sampled rank that the bracket keeps on either side
 
 
-def significance(
-    weight: torch.Tensor,
-    gradient: torch.Tensor,
-    gradient_weight: float,
-    normalize: bool,
-) -> torch.Tensor:
+def significance(weight: torch.Tensor, gradient: torch.Tensor, gradient_weight: float, normalize: bool) -> torch.Tensor:
     """S = \\|w\\| + c·\\|g\\| for every coordinate; with ``normalize`` each term is first divided by its RMS.
 
     Args:
@@ -27,12 +25,8 @@ def significance(
         counts as most significant.
     """
     wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
-    return _combine(
-        weight.to(wide, copy=True),
-        gradient.to(wide, copy=True),
-        gradient_weight,
-        normalize,
-    )
+    score = torch.empty(weight.numel(), dtype=wide, device=weight.device)
+    return _combine([(weight, gradient)], score, gradient_weight, normalize)
 
 
 def of_arena(arena: Arena, gradient_weight: float, normalize: bool) -> torch.Tensor:
@@ -41,80 +35,111 @@ def of_arena(arena: Arena, gradient_weight: float, normalize: bool) -> torch.Ten
     Returns:
         Shape (n,), the arena's value dtype.
     """
-    weight = torch.empty(arena.n, dtype=arena.value_dtype, device=arena.device)
-    gradient = torch.zeros_like(weight)
-    for segment in arena.segments():
-        weight[segment.start : segment.stop] = segment.read_all()
-        if segment.parameter.grad is not None:
-            gradient[segment.start : segment.stop] = segment.flatten(segment.parameter.grad.detach())
-    return _combine(weight, gradient, gradient_weight, normalize)
+    pairs = [
+        (segment.read_all(), None if grad is None else segment.flatten(grad.detach()))
+        for segment in arena.segments()
+        for grad in (segment.parameter.grad,)
+    ]
+    score = torch.empty(arena.n, dtype=arena.value_dtype, device=arena.device)
+    return _combine(pairs, score, gradient_weight, normalize)
 
 
 def _combine(
-    weight: torch.Tensor,
-    gradient: torch.Tensor,
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
+    score: torch.Tensor,
     gradient_weight: float,
     normalize: bool,
 ) -> torch.Tensor:
-    """The significance, in the memory of ``weight``; ``gradient`` is used up."""
-    score, slope = weight.abs_(), gradient.abs_()
-    factor = gradient_weight
+    """The significance of (weight, gradient) stretches one after the other, in ``score``."""
+    scale, factor, finite = 1.0, gradient_weight, False
     if normalize:
-        score_scale, slope_scale = _root_mean_square(score), _root_mean_square(slope)
-        if score_scale > 0.0:
-            score.div_(score_scale)
-        factor = gradient_weight / slope_scale if slope_scale > 0.0 else 0.0
-    if factor != 0.0:
-        score.add_(slope.mul_(factor))
-    return score.nan_to_num_(nan=float("inf"), posinf=float("inf"))
+        gradients = [gradient for _, gradient in pairs if gradient is not None]
+        weight_scale, weights_finite = _root_mean_square([weight for weight, _ in pairs], score.numel())
+        gradient_scale, gradients_finite = _root_mean_square(gradients, score.numel())
+        scale = weight_scale if weight_scale > 0.0 else 1.0
+        factor = gradient_weight / gradient_scale if gradient_scale > 0.0 else 0.0
+        finite = weights_finite and gradients_finite
+    begin = 0
+    for weight, gradient in pairs:
+        for part in chunks(weight.numel(), weight.device):
+            out = score[begin + part.start : begin + part.stop]
+            out.copy_(weight[part]).abs_()
+            if scale != 1.0:
+                out.div_(scale)
+            if gradient is not None and factor != 0.0:
+                out.add_(gradient[part].to(out.device, out.dtype).abs().mul_(factor))
+            if not finite:
+                out.nan_to_num_(nan=float("inf"), posinf=float("inf"))
+        begin += weight.numel()
+    return score
 
 
-def _root_mean_square(values: torch.Tensor) -> float:
-    """RMS of values ≥ 0, taken in float64; 0 if there is none or it is not finite."""
-    largest = float(values.max()) if values.numel() else 0.0
-    if not 0.0 < largest < float("inf"):
-        return 0.0
-    if values.dtype == torch.float64:  # whose squares could overflow or vanish
-        norm = largest * float(torch.linalg.vector_norm(values / largest))
-    else:
-        norm = float(torch.linalg.vector_norm(values, dtype=torch.float64))
-    return norm / values.numel() ** 0.5
+def _root_mean_square(stretches: Sequence[torch.Tensor], n: int) -> tuple[float, bool]:
+    """RMS over ``n`` values, those not in ``stretches`` being 0, taken in float64; and whether all are finite.
+
+    0 if every value is 0, or one is not finite.
+    """
+    squares = sum(
+        _norm(stretch[part]) ** 2 for stretch in stretches for part in chunks(stretch.numel(), stretch.device)
+    )
+    if 0.0 < squares < float("inf"):
+        return float(squares / n) ** 0.5, True
+    # Squares that overflowed or vanished: relative to the largest value.
+    largest = max((float(stretch.abs().max()) for stretch in stretches if stretch.numel()), default=0.0)
+    if not largest < float("inf"):
+        return 0.0, False
+    if largest == 0.0:
+        return 0.0, True
+    return largest * sum(_norm(stretch / largest) ** 2 for stretch in stretches) ** 0.5 / float(n) ** 0.5, True
 
 
-def top_coordinates(score: torch.Tensor, count: int) -> torch.Tensor:
-    """The ``count`` coordinates with the largest score, ties to the lower index, found by threshold and count.
+def _norm(values: torch.Tensor) -> float:
+    if values.device.type == "cpu" and values.dtype == torch.float32:
+        wide = values.double()  # in cache; faster than a norm that widens as it goes
+        return float(torch.dot(wide, wide)) ** 0.5
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64))
+
+
+def top_mask(score: torch.Tensor, count: int) -> torch.Tensor:
+    """Which ``count`` coordinates have the largest score, ties to the lower index, found by threshold and count.
 
     Args:
         score: shape (n,), float32 or float64, without NaN.
         count: 0 ≤ count ≤ n.
 
     Returns:
-        Shape (count,), int64, ascending.
+        Shape (n,), bool, true at exactly ``count`` coordinates.
     """
     n = score.numel()
-    if count == 0:
-        return torch.empty(0, dtype=torch.int64, device=score.device)
-    if count == n:
-        return torch.arange(n, device=score.device)
-    threshold = _kth_largest(score, count)
-    above = score > threshold
-    ties_wanted = count - int(above.sum())
-    ties = (score == threshold).nonzero().squeeze(1)[:ties_wanted]
-    above[ties] = True
-    return above.nonzero().squeeze(1)
+    if count in (0, n):
+        return torch.full((n,), count == n, dtype=torch.bool, device=score.device)
+    threshold, reaching = _kth_largest(score, count)
+    mask = at_least(score, threshold)
+    if reaching > count:
+        ties = indices_of(equal_to(score, threshold))
+        mask[ties[ties.numel() - (reaching - count) :].long()] = False
+    return mask
 
 
-def _kth_largest(score: torch.Tensor, k: int) -> float:
-    """The k-th largest score. A strided sample gives a bracket around it; only what lies inside is searched."""
-    n = score.numel()
+def top_coordinates(score: torch.Tensor, count: int) -> torch.Tensor:
+    """The coordinates that ``top_mask`` marks: shape (count,), ascending, int32 (int64 beyond 2^31)."""
+    return indices_of(top_mask(score, count))
+
+
+def _kth_largest(score: torch.Tensor, k: int) -> tuple[float, int]:
+    """The k-th largest score, and how many scores reach it.
+
+    A strided sample gives a bracket around it; only what lies inside is searched.
+    """
+    n, above = score.numel(), 0
     if n > 4 * _SAMPLE:
         sample = score[:: n // _SAMPLE].sort(descending=True).values
         expected = k / n * sample.numel()
         margin = _MARGIN * (sample.numel() * (k / n) * (1 - k / n)) ** 0.5 + 1
-        high = sample[max(0, int(expected - margin))]
-        low = sample[min(sample.numel() - 1, int(expected + margin))]
-        above = int((score > high).sum())
-        inside = score[(score >= low) & (score <= high)]
-        if above < k <= above + inside.numel():
-            score, k = inside, k - above
-    return float(torch.kthvalue(score, score.numel() - k + 1).values)
+        high = float(sample[max(0, int(expected - margin))])
+        low = float(sample[min(sample.numel() - 1, int(expected + margin))])
+        bracket, passed = between(score, low, high)
+        if passed < k <= passed + bracket.numel():
+            score, above = bracket, passed
+    threshold = float(torch.kthvalue(score, score.numel() - (k - above) + 1).values)
+    return threshold, above + count_true(at_least(score, threshold))

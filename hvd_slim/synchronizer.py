@@ -40,7 +40,7 @@ class Synchronizer:
         self.config, self.transport, self.restore_norm = config, transport, restore_norm
         self.steps = self.rounds = self.selections = 0
         self._named: tuple[tuple[str, torch.Tensor], ...] = ()
-        self._core: torch.Tensor | None = None
+        self._core: torch.Tensor | None = None  # packed, as it was broadcast
         self._exchange: Exchange | None = None
         self._restored: dict[str, Any] | None = None
         self._swapped = False
@@ -199,12 +199,11 @@ class Synchronizer:
         with self.stats.timed("select"):
             if transport.rank == root:
                 score = significance.of_arena(arena, self.config.gradient_weight, self.config.normalize)
-                packed = wire.pack_set(significance.top_coordinates(score, count), arena.n)
+                packed = wire.pack_set(significance.top_mask(score, count))
             else:
                 packed = torch.empty(wire.set_nbytes(count, arena.n), dtype=torch.uint8)
-            packed = transport.broadcast(packed, root, "select").wait()
-            self._core = wire.unpack_set(packed, count, arena.n).to(arena.device)
-            exchange.set_core(self._core)
+            self._core = transport.broadcast(packed, root, "select").wait()
+            exchange.set_core(wire.unpack_set(self._core, count, arena.n))
         self.selections += 1
         self.stats.reselections += 1
 
@@ -264,7 +263,7 @@ class Synchronizer:
             state["path"] = self._path(arena.n)
             state["layout"] = arena.describe()
             state["global_model"] = [flat.clone() for flat in self._exchange.model.flat]
-            state["core"] = None if self._core is None else wire.pack_set(self._core, arena.n)
+            state["core"] = None if self._core is None else self._core.clone()
             state["exchange"] = self._exchange.state()
         return state
 
@@ -311,6 +310,5 @@ class Synchronizer:
         exchange.load_state(state["exchange"])
         same_core = state["config"]["core_fraction"] == self.config.core_fraction
         if isinstance(exchange, SlimExchange) and state["core"] is not None and same_core:
-            arena = exchange.arena
-            self._core = wire.unpack_set(state["core"].cpu(), exchange.core_count, arena.n).to(arena.device)
-            exchange.set_core(self._core)
+            self._core = state["core"].cpu().clone()
+            exchange.set_core(wire.unpack_set(self._core, exchange.core_count, exchange.arena.n))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from hvd_slim.chunks import count_true, index_dtype, indices_of
 from hvd_slim.values import ValueCodec
 
 _ALIGNMENT = 8
@@ -71,26 +72,21 @@ class PairFormat:
         )
 
 
-def index_dtype(n: int) -> torch.dtype:
-    """The narrowest dtype that holds every coordinate of ``n``: int32, or int64 when n exceeds 2^31."""
-    return torch.int32 if n <= 2**31 else torch.int64
-
-
-def pack_set(coordinates: torch.Tensor, n: int) -> torch.Tensor:
-    """An ascending set of coordinates below ``n`` as bytes (uint8): a bitmap or a list, whichever is smaller."""
-    if set_nbytes(coordinates.numel(), n) == _bitmap_nbytes(n):
-        member = np.zeros(n, dtype=np.bool_)
-        member[coordinates.cpu().numpy()] = True
-        return torch.from_numpy(np.packbits(member, bitorder="little"))
-    return coordinates.cpu().to(index_dtype(n)).view(torch.uint8)
+def pack_set(mask: torch.Tensor) -> torch.Tensor:
+    """A set of coordinates, given as marks (bool, shape (n,)), as bytes on the CPU: a bitmap, or a list if smaller."""
+    n, mask = mask.numel(), mask.cpu()
+    if set_nbytes(count_true(mask), n) == _bitmap_nbytes(n):
+        return torch.from_numpy(np.packbits(mask.numpy(), bitorder="little"))
+    return indices_of(mask).view(torch.uint8)
 
 
 def unpack_set(data: torch.Tensor, count: int, n: int) -> torch.Tensor:
-    """The set of ``count`` coordinates that ``pack_set`` made bytes of: ascending, ``index_dtype(n)``."""
+    """The marks (bool, shape (n,)) of the set of ``count`` coordinates that ``pack_set`` made ``data`` of."""
     if set_nbytes(count, n) == _bitmap_nbytes(n):
-        member = np.unpackbits(data.numpy(), count=n, bitorder="little")
-        return torch.from_numpy(np.flatnonzero(member)).to(index_dtype(n))
-    return data.view(index_dtype(n))
+        return torch.from_numpy(np.unpackbits(data.numpy(), count=n, bitorder="little")).view(torch.bool)
+    mask = torch.zeros(n, dtype=torch.bool)
+    mask[data.view(index_dtype(n)).long()] = True
+    return mask
 
 
 def set_nbytes(count: int, n: int) -> int:

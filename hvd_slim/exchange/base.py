@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from hvd_slim.arena import Coordinates
+from hvd_slim.chunks import indices_of
 from hvd_slim.config import SlimConfig
 from hvd_slim.explorer import EXPLORERS, Explorer
 from hvd_slim.global_model import GlobalModel
 from hvd_slim.transport.base import Transport
 from hvd_slim.values import make_codec
-from hvd_slim.wire import index_dtype
 
 
 class Exchange(abc.ABC):
@@ -87,11 +87,10 @@ class SlimExchange(Exchange):
         self.explorer = self._make_explorer(config.explorer_count(self.arena.n))
 
     def set_core(self, core: torch.Tensor) -> None:
-        """Use ``core``, the ascending coordinates of the core set, from now on."""
-        outside = torch.ones(self.arena.n, dtype=torch.bool, device=self.arena.device)
-        outside[core.long()] = False
-        self._outside = outside.nonzero().squeeze(1).to(index_dtype(self.arena.n))
-        self.core = self.arena.locate(core)
+        """Use ``core``, the marks (bool, shape (n,)) of the core set, from now on."""
+        core = core.to(self.arena.device)
+        self.core = self.arena.locate(indices_of(core))
+        self._outside = indices_of(~core)
 
     def set_explorer_count(self, count: int) -> None:
         """Explore ``count`` coordinates from now on."""
