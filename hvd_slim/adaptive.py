@@ -11,19 +11,20 @@ import torch
 log = logging.getLogger("hvd_slim")
 
 _SCALE = 64.0
+_STEPS = 10  # RAdam begins to rescale its gradient at the sixth
 
 
 def is_adaptive(optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]) -> bool:
-    """Whether ``optimizer_class`` with ``defaults`` takes a first step that is not linear in the gradient.
+    """Whether ``optimizer_class`` with ``defaults`` takes steps that are not linear in the gradient.
 
-    A parameter of its own is stepped once with a gradient and once with ``64`` times that gradient. SGD's second step
-    is 64 times as long (averaging updates is averaging gradients); Adam's is as long as the first.
+    A parameter of its own is stepped ten times with one gradient, and another with 64 times that gradient. With SGD
+    the second goes 64 times as far (averaging updates is averaging gradients); with Adam as far as the first.
     When the class cannot be tried out (it wants other arguments, say) a line says so and the answer is False.
     """
     try:
         once, more = (
-            _first_step(optimizer_class, defaults, 1.0),
-            _first_step(optimizer_class, defaults, _SCALE),
+            _ten_steps(optimizer_class, defaults, 1.0),
+            _ten_steps(optimizer_class, defaults, _SCALE),
         )
     except Exception as error:  # noqa: BLE001  (a stranger's constructor or step may raise anything)
         log.warning(
@@ -34,15 +35,16 @@ def is_adaptive(optimizer_class: type[torch.optim.Optimizer], defaults: dict[str
     return not torch.allclose(more, once * _SCALE, rtol=1e-2, atol=0.0)
 
 
-def _first_step(optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any], scale: float) -> torch.Tensor:
+def _ten_steps(optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any], scale: float) -> torch.Tensor:
     accepted = inspect.signature(optimizer_class.__init__).parameters
     settings = {name: value for name, value in defaults.items() if name in accepted}
     settings.update({name: 0.0 for name in ("weight_decay",) if name in settings})
     settings.update({name: 2.0**-10 for name in ("lr",) if name in accepted})
-    # Zeros, so that the step is read without rounding; two dimensions for optimizers that want matrices.
+    # Zeros, so that the way is read without rounding; two dimensions for optimizers that want matrices.
     parameter = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.float64))
     optimizer = optimizer_class([parameter], **settings)
     gradient = torch.tensor([[1.0, -0.5], [0.25, 2.0]], dtype=torch.float64) * scale
-    parameter.grad = gradient.to_sparse() if optimizer_class is torch.optim.SparseAdam else gradient
-    optimizer.step()
+    for _ in range(_STEPS):
+        parameter.grad = gradient.to_sparse() if optimizer_class is torch.optim.SparseAdam else gradient.clone()
+        optimizer.step()
     return parameter.detach().clone()

@@ -1,0 +1,46 @@
+"""A rank that is killed or raises in the middle of training ends the job, within seconds, and nothing is left of it."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+
+import pytest
+from launcher import EXPIRED, LEFT_RUNNING, launch
+
+TRAIN = os.path.join(os.path.dirname(__file__), "train.py")
+LIMIT = 180.0  # seconds for the whole job, on a busy machine
+SECONDS_TO_END = 30.0  # from the bad end of one rank to the end of the job
+
+every_launcher = pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param(["mpirun"], id="mpirun"),
+        pytest.param(["horovodrun", "--disable-cache"], id="horovodrun with MPI"),
+        pytest.param(["horovodrun", "--disable-cache", "--gloo"], id="horovodrun with Gloo"),
+    ],
+)
+
+
+def bad_end(launcher: list[str], how: str) -> str:
+    """The output of a job of three ranks, the last of which comes to a bad end; it has to end as it should."""
+    finished = launch([*launcher, "-np", "3", sys.executable, TRAIN, how], LIMIT)
+    ended = time.time()
+    assert finished.status not in (0, EXPIRED, LEFT_RUNNING), finished.output
+    happened = re.search(r"bad end at ([\d.]+)", finished.output)
+    assert happened, finished.output
+    assert ended - float(happened[1]) < SECONDS_TO_END, finished.output
+    return finished.output
+
+
+@every_launcher
+def test_a_rank_is_killed(launcher: list[str]) -> None:
+    bad_end(launcher, "killed")
+
+
+@every_launcher
+def test_a_rank_raises(launcher: list[str]) -> None:
+    """The first cause is visible, too."""
+    assert "RuntimeError: this rank has had enough" in bad_end(launcher, "raises")

@@ -1,0 +1,141 @@
+"""What a round costs: the bytes that ``stats()`` counts are those of the design's formula and of the real calls."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import horovod.torch
+import numpy as np
+import pytest
+import torch
+from oracle import ceil_exactly
+from torch.nn import Parameter
+
+import hvd_slim as hvd
+from ranks.support import Case, Named, Options, set_gradients, slim
+
+ROUNDS = 45
+OPTIONS: list[Options] = [
+    {},
+    {"reselect_every": 7, "resync_every": 10},
+    {"comm_fraction": 0.101, "core_fraction": 0.1, "reselect_every": 3},  # strata of 900: four-byte offsets
+    {"comm_fraction": 0.02, "core_fraction": 0.02, "reselect_every": 5},  # no explorers; the set as indices
+    {"local_steps": 3, "comm_fraction": 0.5, "core_fraction": 0.1},
+    {"exchange": "dense"},
+]
+
+
+def tensors(count: int, total: int) -> Named:
+    """``count`` equal tensors, ``total`` numbers in all, the same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    return {f"t{i}": Parameter(torch.randn(total // count, generator=generator)) for i in range(count)}
+
+
+def train(named: Named, optimizer: Any, steps: int) -> None:
+    """On gradients of each rank's own."""
+    n = sum(parameter.numel() for parameter in named.values())
+    for step in range(steps):
+        set_gradients(named.values(), np.random.default_rng([hvd.rank(), step]).normal(size=n))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_bytes_are_the_formulas(options: Options) -> None:
+    """Over a whole run within 1 %, sent and received: cores, explorers with indices, core broadcasts, resyncs.
+
+    A rank sends 2(K−1)/K·βn·v for the core, (K−1)·ε·(v+i) for the explorers, (K−1)/K·min(n/8, 4βn) for a core set
+    (the mean over ranks of a broadcast) and 2(K−1)/K·n·v for a dense round.
+    """
+    K, n, v = hvd.size(), 100_000, 4  # noqa: N806
+    given: Options = {
+        "comm_fraction": 0.3,
+        "core_fraction": 0.15,
+        "reselect_every": 20,
+        "resync_every": 0,
+        "local_steps": 1,
+    }
+    given.update(options)
+    named = tensors(5, n)
+    optimizer = slim(named, **options)
+    train(named, optimizer, ROUNDS * given["local_steps"])
+
+    core = ceil_exactly(given["core_fraction"], n)
+    explorers = ceil_exactly(given["comm_fraction"], n) - core
+    longest_stratum = math.ceil((n - core) / explorers) if explorers else 0
+    index = 1 if longest_stratum <= 256 else 4
+    if given.get("exchange") == "dense":
+        resyncs, selections, dense_rounds = 0, 0, ROUNDS
+    else:
+        resyncs = dense_rounds = ROUNDS // given["resync_every"] if given["resync_every"] else 0
+        selections = math.ceil(ROUNDS / given["reselect_every"])
+    expected: float = (ROUNDS - dense_rounds) * (2 * (K - 1) / K * core * v + (K - 1) * explorers * (v + index))
+    expected += selections * (K - 1) / K * min(n / 8, 4 * core) + dense_rounds * 2 * (K - 1) / K * n * v
+    if K == 1:
+        resyncs = selections = 0
+
+    stats = optimizer.stats()
+    assert stats["total_bytes_sent"] == pytest.approx(expected, rel=0.01)
+    assert stats["total_bytes_received"] == pytest.approx(expected, rel=0.01)
+    assert stats["dense_bytes"] == pytest.approx(ROUNDS * given["local_steps"] * 2 * (K - 1) / K * n * v)
+    assert (stats["reselections"], stats["resyncs"]) == (selections, resyncs)
+    assert stats["rounds"] == (0 if K == 1 else ROUNDS)
+    if K == 2 and not options:
+        assert stats["ratio"] == pytest.approx(expected / stats["dense_bytes"], rel=0.01)
+        assert stats["ratio"] <= 0.36
+
+
+class Calls:
+    """Listens to what is handed to Horovod by hvd_slim, agreements aside: (operation, bytes) of each call."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: list[tuple[str, int]] = []
+        for name in ("allreduce_async_", "allgather_async", "broadcast_async_", "alltoall_async"):
+            monkeypatch.setattr(horovod.torch, name, self._listened(name, getattr(horovod.torch, name)))
+
+    def _listened(self, operation: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def listened(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if kwargs["name"].startswith("hvd_slim") and "agreement" not in kwargs["name"]:
+                self.made.append((operation.split("_")[0], tensor.nbytes))
+            return call(tensor, *args, **kwargs)
+
+        return listened
+
+
+def test_bytes_are_those_handed_to_horovod(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not an estimate: each call's own bytes, times the factor of its kind, add up to the counters exactly."""
+    calls = Calls(monkeypatch)
+    case = Case("odd sizes", 31, {"comm_fraction": 0.37, "core_fraction": 0.2, "reselect_every": 4, "resync_every": 6})
+    named = case.parameters()
+    optimizer = slim(named, **case.options)
+    train(named, optimizer, 20)
+
+    K = hvd.size()  # noqa: N806
+    factor = {"allreduce": 2 * (K - 1) / K, "allgather": K - 1, "broadcast": (K - 1) / K}
+    expected = sum(factor[operation] * nbytes for operation, nbytes in calls.made)
+    stats = optimizer.stats()
+    assert stats["total_bytes_sent"] == stats["total_bytes_received"] == pytest.approx(expected, rel=1e-12)
+    assert sum(stats["collectives"].values()) == len(calls.made)
+    assert len(calls.made) > 0 or K == 1
+
+
+def test_collectives_a_round_do_not_grow_with_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 tensors or 400, the same number of numbers: the same calls with the same bytes in every round."""
+    calls = Calls(monkeypatch)
+    of_rounds = []
+    for count in (4, 400):
+        named = tensors(count, 4000)
+        optimizer = slim(named, reselect_every=5, resync_every=4)
+        rounds = []
+        for _ in range(12):
+            calls.made.clear()
+            train(named, optimizer, 1)
+            rounds.append(list(calls.made))
+        of_rounds.append(rounds)
+    few, many = of_rounds
+    assert few == many
+    if hvd.size() > 1:
+        ordinary = [[operation for operation, _ in few[r]] for r in (1, 2)]
+        assert ordinary == [["allreduce", "allgather"]] * 2
+        assert max(map(len, few)) == 3  # with a core broadcast
