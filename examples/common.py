@@ -255,7 +255,11 @@ class RunLog:
 
     def _record(self, example: str, config: hvd.SlimConfig | None) -> Record:
         last = self.curve[-1]
-        elsewhere = {"json_out", "progress", *(_destination(field.name) for field in dataclasses.fields(hvd.SlimConfig))}
+        elsewhere = {
+            "json_out",
+            "progress",
+            *(_destination(field.name) for field in dataclasses.fields(hvd.SlimConfig)),
+        }
         options = {name: value for name, value in vars(self.args).items() if name not in elsewhere}
         record = {
             "example": example,

@@ -104,10 +104,12 @@ def horovodrun(ranks: int, command: Sequence[str], limit: float, folder: str | P
     launcher = str(Path(sys.executable).with_name("horovodrun"))
     options = "--oversubscribe --mca mpi_yield_when_idle 1"
     run = [launcher, "--disable-cache", "-np", str(ranks), "--mpi", f"--mpi-args={options}", *command]
-    # coreutils' timeout ends the launcher as Ctrl-C would, and the launcher its ranks.
-    return subprocess.run(
-        ["timeout", "--foreground", "--signal=INT", "--kill-after=30", str(limit), *run],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-        cwd=folder,
-    ).returncode
+    # coreutils' timeout ends the launcher and whatever it started on this machine.
+    process = subprocess.Popen(
+        ["timeout", "--kill-after=30", str(limit), *run], env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=folder
+    )
+    try:
+        return process.wait()
+    finally:
+        process.terminate()
+        process.wait()

@@ -24,15 +24,9 @@ def _load_horovod() -> tuple[Any, str | None]:
     try:
         module = importlib.import_module("horovod.torch")
     except ImportError as error:
-        return (
-            None,
-            f"hvd_slim needs Horovod, which does not import ({error}); {remedy}",
-        )
+        return (None, f"hvd_slim needs Horovod, which does not import ({error}); {remedy}")
     if not hasattr(module, "init"):
-        return (
-            None,
-            f"hvd_slim needs Horovod built with PyTorch, and this Horovod is not; {remedy}",
-        )
+        return (None, f"hvd_slim needs Horovod built with PyTorch, and this Horovod is not; {remedy}")
     return module, None
 
 

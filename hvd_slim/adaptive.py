@@ -22,10 +22,7 @@ def is_adaptive(optimizer_class: type[torch.optim.Optimizer], defaults: dict[str
     When the class cannot be tried out (it wants other arguments, say) a line says so and the answer is False.
     """
     try:
-        once, more = (
-            _ten_steps(optimizer_class, defaults, 1.0),
-            _ten_steps(optimizer_class, defaults, _SCALE),
-        )
+        once, more = (_ten_steps(optimizer_class, defaults, 1.0), _ten_steps(optimizer_class, defaults, _SCALE))
     except Exception as error:  # noqa: BLE001  (a stranger's constructor or step may raise anything)
         log.warning(
             "cannot tell whether %s is adaptive (%s: %s); restore_norm is off, set it if the optimizer rescales "

@@ -54,11 +54,7 @@ def require_equal(transport: Transport, facts: Sequence[tuple[str, str]]) -> Non
 def _first_difference(first: list[list[str]], other: list[list[str]]) -> tuple[str, str, str] | None:
     for (what, value), (other_what, other_value) in zip(first, other):
         if what != other_what:
-            return (
-                "what comes next",
-                f"{what} ({value})",
-                f"{other_what} ({other_value})",
-            )
+            return ("what comes next", f"{what} ({value})", f"{other_what} ({other_value})")
         if value != other_value:
             return what, value, other_value
     if len(first) != len(other):

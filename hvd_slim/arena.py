@@ -34,11 +34,7 @@ class Segment:
         self._strides = data.stride()
         #: dimensions from the outermost in memory to the innermost
         self.dim_order = tuple(
-            sorted(
-                range(self.real.dim()),
-                key=lambda d: (self.real.stride(d), self.real.size(d)),
-                reverse=True,
-            )
+            sorted(range(self.real.dim()), key=lambda d: (self.real.stride(d), self.real.size(d)), reverse=True)
         )
         permuted = self.real.permute(self.dim_order)
         # Not contiguous even in memory order: rows of a wider tensor, say. Coordinates then need their own addresses.
@@ -58,12 +54,7 @@ class Segment:
         parameter = self.parameter
         if parameter.data_ptr() == self._address and parameter.stride() == self._strides:
             return True
-        dtype, device, order, count = (
-            self.real.dtype,
-            self.real.device,
-            self.dim_order,
-            self.real.numel(),
-        )
+        dtype, device, order, count = (self.real.dtype, self.real.device, self.dim_order, self.real.numel())
         self._view()
         return (dtype, device, order, count) == (
             self.real.dtype, self.real.device, self.dim_order, self.real.numel(),
@@ -204,16 +195,7 @@ class Arena:
                     local = (coordinates[begin:end] - segment.start).to(group.device)
                     in_group = coordinates[begin:end].to(group.device)
                     in_group = in_group - group.start if group.start else in_group
-                    pieces.append(
-                        Piece(
-                            number,
-                            segment,
-                            begin,
-                            end,
-                            segment.addresses(local),
-                            in_group,
-                        )
-                    )
+                    pieces.append(Piece(number, segment, begin, end, segment.addresses(local), in_group))
                 begin = end
         return Coordinates(coordinates.numel(), tuple(pieces))
 

@@ -56,13 +56,7 @@ class Explorer(abc.ABC):
     def __init__(self, population: int, count: int, seed: int, size: int, device: torch.device) -> None:
         if not 0 <= count <= population:
             raise ValueError(f"cannot draw {count} distinct coordinates out of {population}")
-        self.population, self.count, self.seed, self.size, self.device = (
-            population,
-            count,
-            seed,
-            size,
-            device,
-        )
+        self.population, self.count, self.seed, self.size, self.device = (population, count, seed, size, device)
 
     @property
     def index_bytes(self) -> int:
@@ -79,12 +73,7 @@ class Explorer(abc.ABC):
 
     @abc.abstractmethod
     def positions(
-        self,
-        indices: torch.Tensor | None,
-        first: int,
-        count: int,
-        round_number: int,
-        rank: int,
+        self, indices: torch.Tensor | None, first: int, count: int, round_number: int, rank: int
     ) -> torch.Tensor:
         """The ``count`` consecutive positions of ``rank``'s set that begin in stratum ``first``, from their indices."""
 
@@ -156,12 +145,7 @@ class RandomExplorer(_Stratified):
         return Draw(*self._ascending(torch.from_numpy(offsets).to(self.device), self._shift(round_number, rank)))
 
     def positions(
-        self,
-        indices: torch.Tensor | None,
-        first: int,
-        count: int,
-        round_number: int,
-        rank: int,
+        self, indices: torch.Tensor | None, first: int, count: int, round_number: int, rank: int
     ) -> torch.Tensor:
         """Positions from the strata and the offsets that travelled."""
         assert indices is not None
@@ -207,12 +191,7 @@ class CyclicExplorer(_Stratified):
         return Draw(self.positions(None, 0, self.count, round_number, rank), None, 0)
 
     def positions(
-        self,
-        indices: torch.Tensor | None,
-        first: int,
-        count: int,
-        round_number: int,
-        rank: int,
+        self, indices: torch.Tensor | None, first: int, count: int, round_number: int, rank: int
     ) -> torch.Tensor:
         """Positions, recomputed."""
         part = slice(first, first + count)
@@ -239,12 +218,7 @@ class GreedyExplorer(Explorer):
         return Draw(positions, positions, 0)
 
     def positions(
-        self,
-        indices: torch.Tensor | None,
-        first: int,
-        count: int,
-        round_number: int,
-        rank: int,
+        self, indices: torch.Tensor | None, first: int, count: int, round_number: int, rank: int
     ) -> torch.Tensor:
         """The indices are the positions."""
         assert indices is not None

@@ -28,10 +28,7 @@ class GlobalModel:
     def _views(self) -> Iterator[tuple[Segment, torch.Tensor]]:
         for group, flat in zip(self.arena.groups, self.flat):
             for segment in group.segments:
-                yield (
-                    segment,
-                    flat[segment.start - group.start : segment.stop - group.start],
-                )
+                yield (segment, flat[segment.start - group.start : segment.stop - group.start])
 
     def empty_like(self) -> GlobalModel:
         """Another model over the same arena, to be filled."""
@@ -70,11 +67,7 @@ class GlobalModel:
         """w̄ = values at ``where``."""
         for piece in where.pieces:
             mean = self.flat[piece.group]
-            mean.scatter_(
-                0,
-                piece.in_group,
-                values[piece.begin : piece.end].to(mean.device, mean.dtype),
-            )
+            mean.scatter_(0, piece.in_group, values[piece.begin : piece.end].to(mean.device, mean.dtype))
 
     def settle(self, where: Coordinates, unsent: torch.Tensor | None = None) -> None:
         """w_k = w̄ + unsent at ``where``: the rest of what was pending there has been sent; None for nothing left."""
@@ -145,19 +138,11 @@ class OwnedSlice:
 
     def _cut(self, coordinates: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, slice]]:
         """(part of w̄, where in it, which of the ascending coordinates)."""
-        bounds = torch.tensor(
-            [span[2] for span in self._spans],
-            dtype=coordinates.dtype,
-            device=coordinates.device,
-        )
+        bounds = torch.tensor([span[2] for span in self._spans], dtype=coordinates.dtype, device=coordinates.device)
         begin = 0
         ends = torch.searchsorted(coordinates, bounds).tolist()
         for flat, (_, first, _), end in zip(self.flat, self._spans, ends):
-            yield (
-                flat,
-                (coordinates[begin:end] - first).to(flat.device),
-                slice(begin, end),
-            )
+            yield (flat, (coordinates[begin:end] - first).to(flat.device), slice(begin, end))
             begin = end
 
     def add(self, coordinates: torch.Tensor, change: torch.Tensor) -> None:
@@ -180,15 +165,10 @@ class OwnedSlice:
                 if number == piece.group:
                     group = model.arena.groups[number]
                     low, high = torch.searchsorted(
-                        piece.in_group,
-                        torch.tensor([first - group.start, last - group.start]).to(piece.in_group),
+                        piece.in_group, torch.tensor([first - group.start, last - group.start]).to(piece.in_group)
                     ).tolist()
                     at = piece.in_group[low:high]
-                    flat.scatter_(
-                        0,
-                        at - (first - group.start),
-                        model.flat[number].index_select(0, at),
-                    )
+                    flat.scatter_(0, at - (first - group.start), model.flat[number].index_select(0, at))
 
     def add_everywhere(self, change: torch.Tensor) -> None:
         """w̄ += change on the whole slice."""

@@ -11,8 +11,7 @@ NamedParameters = list[tuple[str, torch.Tensor]]
 
 
 def check_named_parameters(
-    optimizer: torch.optim.Optimizer,
-    named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
 ) -> NamedParameters:
     """The given pairs, checked against the optimizer's parameters; empty if none were given.
 
@@ -62,10 +61,7 @@ def trainable_parameters(optimizer: torch.optim.Optimizer, named: NamedParameter
     for g, group in enumerate(optimizer.param_groups):
         for i, parameter in enumerate(group["params"]):
             if parameter.requires_grad and id(parameter) not in found:
-                found[id(parameter)] = (
-                    names.get(id(parameter), f"group{g}.parameter{i}"),
-                    parameter,
-                )
+                found[id(parameter)] = (names.get(id(parameter), f"group{g}.parameter{i}"), parameter)
     return list(found.values())
 
 

@@ -13,11 +13,7 @@ import torch
 from hvd_slim.adaptive import is_adaptive
 from hvd_slim.config import SlimConfig
 from hvd_slim.local_step import learning_rates, make_dense, must_skip, unscale
-from hvd_slim.naming import (
-    NamedParameters,
-    check_named_parameters,
-    trainable_parameters,
-)
+from hvd_slim.naming import NamedParameters, check_named_parameters, trainable_parameters
 from hvd_slim.synchronizer import Synchronizer
 from hvd_slim.transport import make_transport
 
@@ -134,37 +130,21 @@ class SlimOptimizer:
     def __reduce__(self) -> Any:
         base_state = super().__getstate__()
         slim_state = self._slim.synchronizer().state_dict() if self._slim.started else None
-        return _rebuild, (
-            _base_of(type(self)),
-            base_state,
-            self._slim.settings(),
-            slim_state,
-        )
+        return _rebuild, (_base_of(type(self)), base_state, self._slim.settings(), slim_state)
 
 
 class _Attachment:
     """What the wrapper remembers: its arguments, and the synchronizer once Horovod is needed."""
 
     def __init__(
-        self,
-        config: SlimConfig,
-        named: NamedParameters,
-        restore_norm: bool,
-        sparse_as_dense: bool,
-        process_set: Any,
+        self, config: SlimConfig, named: NamedParameters, restore_norm: bool, sparse_as_dense: bool, process_set: Any
     ) -> None:
         self.config, self.named, self.restore_norm = config, named, restore_norm
         self.sparse_as_dense, self.process_set = sparse_as_dense, process_set
         self._synchronizer: Synchronizer | None = None
 
     def settings(self) -> tuple[Any, ...]:
-        return (
-            self.config,
-            self.named,
-            self.restore_norm,
-            self.sparse_as_dense,
-            self.process_set,
-        )
+        return (self.config, self.named, self.restore_norm, self.sparse_as_dense, self.process_set)
 
     @property
     def started(self) -> bool:
@@ -192,9 +172,7 @@ def _slim_class(base: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer
     """The slim form of an optimizer class; always the same one, so that ``type(a) is type(b)`` holds as before."""
     if base not in _classes:
         _classes[base] = type(
-            base.__name__,
-            (SlimOptimizer, base),
-            {"__module__": base.__module__, "__doc__": base.__doc__},
+            base.__name__, (SlimOptimizer, base), {"__module__": base.__module__, "__doc__": base.__doc__}
         )
     return _classes[base]
 
@@ -204,10 +182,7 @@ def _base_of(cls: type) -> type[torch.optim.Optimizer]:
 
 
 def _rebuild(
-    base: type[torch.optim.Optimizer],
-    base_state: dict[str, Any],
-    settings: tuple[Any, ...],
-    slim_state: Any,
+    base: type[torch.optim.Optimizer], base_state: dict[str, Any], settings: tuple[Any, ...], slim_state: Any
 ) -> torch.optim.Optimizer:
     cls = _slim_class(base)
     optimizer = cls.__new__(cls)

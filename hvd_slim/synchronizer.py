@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from hvd_slim import significance, wire
+from hvd_slim import planner, probe, significance, wire
 from hvd_slim.agreement import RankMismatchError, are_equal, require_equal
 from hvd_slim.arena import Arena, LayoutError
-from hvd_slim.config import SHARED_EXPLORERS, SlimConfig
+from hvd_slim.config import SlimConfig
 from hvd_slim.exchange import PATHS
 from hvd_slim.exchange.base import Exchange, SlimExchange
 from hvd_slim.global_model import GlobalModel
@@ -43,6 +43,7 @@ class Synchronizer:
         self._core: torch.Tensor | None = None  # packed, as it was broadcast
         self._exchange: Exchange | None = None
         self._restored: dict[str, Any] | None = None
+        self._path: str | None = None
         self._swapped = False
         self._learning_rates: list[float] = []
         if self.alone:
@@ -142,12 +143,8 @@ class Synchronizer:
         """Agree on the model and the options, make all replicas equal, and set w̄ to them. Collective."""
         facts = [(name, repr(value)) for name, value in self.config.to_dict().items()]
         facts.append(("restore_norm as found for the optimizer", repr(self.restore_norm)))
-        facts.append(
-            (
-                "the round to start from",
-                str((self._restored or self._counters())["rounds"]),
-            )
-        )
+        facts.append(("the round to start from", str((self._restored or self._counters())["rounds"])))
+        facts.append(("the path of the run so far", repr(self._path)))
         problem: LayoutError | None = None
         try:
             arena = Arena(trainable)
@@ -159,34 +156,35 @@ class Synchronizer:
         if problem is not None:
             raise problem
 
-        model, path = GlobalModel(arena), self._path(arena.n)
+        self._path = path = self._choose_path(arena)
+        model = GlobalModel(arena)
         restored, self._restored = self._restored, None
         same_run = restored is not None and self._restore_model(restored, model, path)
         if not same_run or PATHS[path].replicated:
             self._make_equal(model)
         self._exchange = PATHS[path](model, self.transport, self.config, self.restore_norm)
-        self._named, self._core = (
-            trainable,
-            None,
-        )  # an older core belongs to an index space that is gone
+        self._named, self._core = (trainable, None)  # an older core belongs to an index space that is gone
         if restored is not None and same_run:
             self._restore_exchange(restored, self._exchange)
 
-    def _path(self, n: int) -> str:
-        config = self.config
-        if config.exchange == "dense" or config.core_count(n) == n:
-            return "dense"
-        if config.exchange == "auto":
-            return "allreduce" if config.explorer in SHARED_EXPLORERS else "allgather"
-        return config.exchange
+    def _choose_path(self, arena: Arena) -> str:
+        """How rounds move. With "auto" the run so far goes on as it was; a new one measures first. Collective."""
+        allowed = planner.allowed_paths(self.config, arena.n)
+        if len(allowed) == 1:
+            return allowed[0]
+        if self._path in allowed:
+            return self._path
+        path, why = probe.choose_path(self.transport, arena, self.config)
+        if self.transport.rank == 0:
+            log.info("%s", why)
+        return path
 
     def _make_equal(self, model: GlobalModel) -> None:
         """Broadcast rank 0's w̄ if the ranks' differ. Collective."""
         if are_equal(self.transport, model.flat):
             return
         log.warning(
-            "rank %d: the ranks start from different parameters; rank 0's are broadcast to all",
-            self.transport.rank,
+            "rank %d: the ranks start from different parameters; rank 0's are broadcast to all", self.transport.rank
         )
         for flat in model.flat:
             self.transport.broadcast(flat.view(torch.uint8), 0, "start").wait()
@@ -240,27 +238,19 @@ class Synchronizer:
     # Checkpoints ----------------------------------------------------------------------------------------------------
 
     def _counters(self) -> dict[str, Any]:
-        return {
-            "steps": self.steps,
-            "rounds": self.rounds,
-            "selections": self.selections,
-        }
+        return {"steps": self.steps, "rounds": self.rounds, "selections": self.selections}
 
     def state_dict(self) -> dict[str, Any]:
         """All that an exact resume needs beside the live parameters. Not collective; tensors are copies."""
         if self._restored is not None:
             return dict(self._restored)
-        state: dict[str, Any] = {
-            "version": 1,
-            "config": self.config.to_dict(),
-            **self._counters(),
-        }
+        state: dict[str, Any] = {"version": 1, "config": self.config.to_dict(), **self._counters()}
         if self._exchange is not None:
             if self._swapped:
                 raise RuntimeError("state_dict() inside global_parameters(): leave the context, then save")
             arena = self._exchange.arena
             state["size"] = self.transport.size
-            state["path"] = self._path(arena.n)
+            state["path"] = self._path
             state["layout"] = arena.describe()
             state["global_model"] = [flat.clone() for flat in self._exchange.model.flat]
             state["core"] = None if self._core is None else self._core.clone()
@@ -271,17 +261,9 @@ class Synchronizer:
         """Take up a run where ``state_dict`` left it, from the next step on. Not collective."""
         if state.get("version") != 1:
             raise ValueError(f"hvd_slim state of version {state.get('version')!r} cannot be read; this is version 1")
-        self.steps, self.rounds, self.selections = (
-            state["steps"],
-            state["rounds"],
-            state["selections"],
-        )
-        self._restored, self._named, self._exchange, self._core = (
-            dict(state),
-            (),
-            None,
-            None,
-        )
+        self.steps, self.rounds, self.selections = (state["steps"], state["rounds"], state["selections"])
+        self._restored, self._named, self._exchange, self._core = (dict(state), (), None, None)
+        self._path = state.get("path") if state.get("size") == self.transport.size else None
 
     def _restore_model(self, state: dict[str, Any], model: GlobalModel, path: str) -> bool:
         """Take w̄ from a checkpoint; whether the run it belongs to had this path and as many ranks."""

@@ -92,7 +92,8 @@ class ValueCodec(abc.ABC):
                 encodes in one round need different numbers, in [0, 2^32).
         """
         self._check("out", out, values.numel())
-        self._encode(values, out, round_number, rank, message_number)
+        if values.numel():
+            self._encode(values, out, round_number, rank, message_number)
 
     def decode(self, message: torch.Tensor, count: int, out: torch.Tensor | None = None) -> torch.Tensor:
         """The ``count`` values of a message.
@@ -106,6 +107,8 @@ class ValueCodec(abc.ABC):
             ``wide``, shape (count,).
         """
         self._check("message", message, count)
+        if not count:  # an empty tensor made by NumPy has stride 0 and cannot be viewed
+            return self._empty(0, message, out)
         return self._decode(message, count, out)
 
     def _check(self, what: str, message: torch.Tensor, count: int) -> None:

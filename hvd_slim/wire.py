@@ -34,12 +34,7 @@ class PairFormat:
         return _HEADER + aligned(self.codec.nbytes(count)) + aligned(count * width)
 
     def write(
-        self,
-        message: torch.Tensor,
-        values: torch.Tensor,
-        indices: torch.Tensor | None,
-        first: int,
-        *draw: int,
+        self, message: torch.Tensor, values: torch.Tensor, indices: torch.Tensor | None, first: int, *draw: int
     ) -> None:
         """Fill ``message`` (uint8, ``nbytes(count)``) with ``count`` pairs.
 
@@ -65,11 +60,7 @@ class PairFormat:
         if self.index_dtype is None:
             return values, None, first
         begin = _HEADER + aligned(encoded)
-        return (
-            values,
-            message[begin : begin + count * self.index_dtype.itemsize].view(self.index_dtype),
-            first,
-        )
+        return (values, message[begin : begin + count * self.index_dtype.itemsize].view(self.index_dtype), first)
 
 
 def pack_set(mask: torch.Tensor) -> torch.Tensor:

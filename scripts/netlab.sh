@@ -2,7 +2,7 @@
 # Real hosts on one machine: network namespaces joined by a bridge, each link shaped to a rate, one rank a host.
 #
 #   netlab.sh up HOSTS RATE                  make the hosts; RATE is 1gbit, 50mbit, ... or unshaped
-#   netlab.sh run [--] COMMAND...            one rank of COMMAND on every host, through mpirun
+#   netlab.sh run [--] COMMAND...            one rank of COMMAND on every host, through mpirun; then nothing runs there
 #   netlab.sh enter HOST COMMAND...          COMMAND on one host (host0, host1, ...), outside any job
 #   netlab.sh counters                       bytes each host has sent and received so far, as JSON
 #   netlab.sh down                           remove the hosts, whatever runs on them and every file of theirs
@@ -149,7 +149,7 @@ give_up() {
 
 up() {
     local hosts="$1" rate="$2" bits
-    [[ "$hosts" =~ ^[0-9]{1,3}$ ]] && [ "$hosts" -ge 1 ] && [ "$hosts" -le "$MOST_HOSTS" ] ||
+    [[ "$hosts" =~ ^[1-9][0-9]?$ ]] && [ "$hosts" -le "$MOST_HOSTS" ] ||
         refuse "HOSTS $hosts: give a whole number from 1 to $MOST_HOSTS"
     bits="$(bits_per_second "$rate")" || refuse "RATE $rate: give 1gbit, 50mbit, 64kbit (to 1000gbit) or unshaped"
     require_tools
@@ -202,8 +202,8 @@ run() {
     export HOROVOD_GLOO_IFACE="$INTERFACE" GLOO_SOCKET_IFNAME="$INTERFACE" NCCL_SOCKET_IFNAME="$INTERFACE"
     for variable in $(compgen -e); do
         case "$variable" in
-            PATH | PYTHONPATH | LD_LIBRARY_PATH | VIRTUAL_ENV | *_NUM_THREADS | HOROVOD_* | MASTER_* | NETLAB_* | *_SOCKET_IFNAME)
-                exported+=(-x "$variable") ;;
+            PATH | PYTHONPATH | LD_LIBRARY_PATH | VIRTUAL_ENV | *_NUM_THREADS) exported+=(-x "$variable") ;;
+            HOROVOD_* | MASTER_* | NETLAB_* | *_SOCKET_IFNAME) exported+=(-x "$variable") ;;
         esac
     done
 

@@ -48,7 +48,14 @@ HOROVODRUN="$(dirname "$PYTHON")/horovodrun"
 
 mkdir -p "$OUT"
 SCRATCH="$(mktemp -d "$OUT/.quickstart.XXXXXX")"
-trap 'rm -rf "$SCRATCH"' EXIT
+LAUNCH=""
+clean_up() {
+    if [ -n "$LAUNCH" ]; then
+        kill "$LAUNCH" 2>/dev/null && wait "$LAUNCH"
+    fi
+    rm -rf "$SCRATCH"
+}
+trap clean_up EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
@@ -59,13 +66,16 @@ export OMP_NUM_THREADS=1 HOROVOD_CYCLE_TIME="${HOROVOD_CYCLE_TIME:-1}"
 
 train() {
     printf '\n[quickstart] %s ranks, %s epochs: %s\n' "$RANKS" "$EPOCHS" "$*"
-    # Idle ranks give their core away (mpi_yield_when_idle); `timeout` ends a launch that hangs.
-    timeout --foreground --signal=INT --kill-after=30 "$LAUNCH_LIMIT" \
+    # Idle ranks give their core away (mpi_yield_when_idle). `timeout` ends a launch that hangs, the launcher's children
+    # included; it runs in the background so that Ctrl-C reaches this script, which then ends it.
+    timeout --kill-after=30 "$LAUNCH_LIMIT" \
         "$HOROVODRUN" --disable-cache -np "$RANKS" --mpi \
         --mpi-args='--oversubscribe --mca mpi_yield_when_idle 1' \
         "$PYTHON" examples/fashion_mnist.py --epochs "$EPOCHS" "$@" \
-        --json-out "$SCRATCH/quickstart.jsonl" "$PROGRESS" ||
-        fail "training failed or took more than $LAUNCH_LIMIT seconds (status $?): $*"
+        --json-out "$SCRATCH/quickstart.jsonl" "$PROGRESS" &
+    LAUNCH=$!
+    wait "$LAUNCH" || fail "training failed, or took more than $LAUNCH_LIMIT seconds (status $?): $*"
+    LAUNCH=""
 }
 
 train --method dense

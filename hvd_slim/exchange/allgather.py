@@ -22,24 +22,12 @@ class AllgatherExchange(SlimExchange):
     the other coordinates' numbers (n).
     """
 
-    def __init__(
-        self,
-        model: GlobalModel,
-        transport: Transport,
-        config: SlimConfig,
-        restore_norm: bool,
-    ) -> None:
+    def __init__(self, model: GlobalModel, transport: Transport, config: SlimConfig, restore_norm: bool) -> None:
         super().__init__(model, transport, config, restore_norm)
         arena = self.arena
         norm_count = self.core_count if restore_norm else 0
         self._core_mean = MeanReduction(
-            transport,
-            self.codec,
-            self.core_count,
-            arena.value_dtype,
-            arena.device,
-            "core",
-            norm_count,
+            transport, self.codec, self.core_count, arena.value_dtype, arena.device, "core", norm_count
         )
 
     def exchange(self, round_number: int) -> None:
@@ -84,7 +72,7 @@ class AllgatherExchange(SlimExchange):
         u = torch.empty(count, dtype=self.arena.value_dtype, device=self.arena.device)
         self.model.pending_update(explored, u)
         message = torch.zeros(pairs.nbytes(count), dtype=torch.uint8, device=self.arena.device)
-        pairs.write(message, u, draw.indices, draw.first, round_number, rank, 0)
+        pairs.write(message, u, draw.indices, draw.first, round_number, rank, self.first_message)
         unsent = None if self.codec.exact else u - pairs.read(message)[0]
         return explored, unsent, self.transport.allgather(message, "explorer")
 

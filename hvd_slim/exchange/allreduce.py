@@ -21,13 +21,7 @@ class AllreduceExchange(SlimExchange):
     the other coordinates' numbers (n).
     """
 
-    def __init__(
-        self,
-        model: GlobalModel,
-        transport: Transport,
-        config: SlimConfig,
-        restore_norm: bool,
-    ) -> None:
+    def __init__(self, model: GlobalModel, transport: Transport, config: SlimConfig, restore_norm: bool) -> None:
         super().__init__(model, transport, config, restore_norm)
         self._mean = self._make_reduction()
 
@@ -40,15 +34,7 @@ class AllreduceExchange(SlimExchange):
     def _make_reduction(self) -> MeanReduction:
         arena, count = self.arena, self.core_count + self.explorer.count
         norm_count = self.core_count if self.restore_norm else 0
-        return MeanReduction(
-            self.transport,
-            self.codec,
-            count,
-            arena.value_dtype,
-            arena.device,
-            "core",
-            norm_count,
-        )
+        return MeanReduction(self.transport, self.codec, count, arena.value_dtype, arena.device, "core", norm_count)
 
     def exchange(self, round_number: int) -> None:
         """One round. Collective."""

@@ -32,24 +32,12 @@ class AlltoallExchange(SlimExchange):
     replicated = False
     resync_at_reselection = True
 
-    def __init__(
-        self,
-        model: GlobalModel,
-        transport: Transport,
-        config: SlimConfig,
-        restore_norm: bool,
-    ) -> None:
+    def __init__(self, model: GlobalModel, transport: Transport, config: SlimConfig, restore_norm: bool) -> None:
         super().__init__(model, transport, config, restore_norm)
         arena, size = self.arena, transport.size
         norm_count = self.core_count if restore_norm else 0
         self._core_mean = MeanReduction(
-            transport,
-            self.codec,
-            self.core_count,
-            arena.value_dtype,
-            arena.device,
-            "core",
-            norm_count,
+            transport, self.codec, self.core_count, arena.value_dtype, arena.device, "core", norm_count
         )
         self._bounds = [arena.n * rank // size for rank in range(size + 1)]
         self.owned = OwnedSlice(model, self._bounds[transport.rank], self._bounds[transport.rank + 1])
@@ -66,11 +54,7 @@ class AlltoallExchange(SlimExchange):
                 draw = self.explorer.draw(round_number, self.transport.rank, self.magnitude())
                 coordinates = self.coordinates_at(draw.positions)
                 explored = self.arena.locate(coordinates)
-                u = torch.empty(
-                    self.explorer.count,
-                    dtype=self.arena.value_dtype,
-                    device=self.arena.device,
-                )
+                u = torch.empty(self.explorer.count, dtype=self.arena.value_dtype, device=self.arena.device)
                 model.pending_update(explored, u)
                 lengths = self._lengths_by_owner(coordinates)
                 messages, unsent = self._pushes(pairs, draw, u, lengths, round_number)
@@ -101,12 +85,7 @@ class AlltoallExchange(SlimExchange):
         return torch.searchsorted(coordinates, bounds).diff().tolist()
 
     def _pushes(
-        self,
-        pairs: PairFormat,
-        draw: Draw,
-        u: torch.Tensor,
-        lengths: list[int],
-        round_number: int,
+        self, pairs: PairFormat, draw: Draw, u: torch.Tensor, lengths: list[int], round_number: int
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """One message to every owner, and what rounding kept back."""
         messages, kept, begin = [], [], 0
@@ -115,15 +94,8 @@ class AlltoallExchange(SlimExchange):
             message = torch.zeros(pairs.nbytes(length), dtype=torch.uint8, device=u.device)
             indices = None if draw.indices is None else draw.indices[begin:end]
             first = (draw.first + begin) % self.explorer.count
-            pairs.write(
-                message,
-                u[begin:end],
-                indices,
-                first,
-                round_number,
-                self.transport.rank,
-                owner,
-            )
+            draw_id = (round_number, self.transport.rank, self.first_message + owner)
+            pairs.write(message, u[begin:end], indices, first, *draw_id)
             if not self.codec.exact:
                 kept.append(u[begin:end] - pairs.read(message)[0])
             messages.append(message)
@@ -131,11 +103,7 @@ class AlltoallExchange(SlimExchange):
         return messages, torch.cat(kept) if kept else None
 
     def _merge_and_reply(
-        self,
-        pairs: PairFormat,
-        pushed: tuple[torch.Tensor, list[int]],
-        lengths: list[int],
-        round_number: int,
+        self, pairs: PairFormat, pushed: tuple[torch.Tensor, list[int]], lengths: list[int], round_number: int
     ) -> torch.Tensor:
         """Merge what was pushed to this owner, answer everyone, and return the answers to this rank's own push."""
         owned, size = self.owned, self.transport.size
@@ -173,11 +141,7 @@ class AlltoallExchange(SlimExchange):
         with self.stats.timed("wait"):
             data, received = pushed.wait()
         with self.stats.timed("merge"):
-            mean = torch.zeros(
-                lengths[self.transport.rank],
-                dtype=arena.value_dtype,
-                device=arena.device,
-            )
+            mean = torch.zeros(lengths[self.transport.rank], dtype=arena.value_dtype, device=arena.device)
             for part in data.split(received):
                 mean += part.view(arena.value_dtype)
             mean /= size

@@ -31,13 +31,7 @@ class Exchange(abc.ABC):
     #: whether a new core must come with a dense exchange of everything
     resync_at_reselection = False
 
-    def __init__(
-        self,
-        model: GlobalModel,
-        transport: Transport,
-        config: SlimConfig,
-        restore_norm: bool,
-    ) -> None:
+    def __init__(self, model: GlobalModel, transport: Transport, config: SlimConfig, restore_norm: bool) -> None:
         self.model, self.transport, self.stats = model, transport, transport.stats
         self.config, self.restore_norm = config, restore_norm
         self.arena = model.arena
@@ -73,15 +67,11 @@ class Exchange(abc.ABC):
 class SlimExchange(Exchange):
     """A round of core and explorers; ``set_core`` comes before the first."""
 
-    def __init__(
-        self,
-        model: GlobalModel,
-        transport: Transport,
-        config: SlimConfig,
-        restore_norm: bool,
-    ) -> None:
+    def __init__(self, model: GlobalModel, transport: Transport, config: SlimConfig, restore_norm: bool) -> None:
         super().__init__(model, transport, config, restore_norm)
         self.core_count = config.core_count(self.arena.n)
+        #: of explorer messages, for stochastic rounding; a reduction numbers its own from 0 to K
+        self.first_message = transport.size + 1
         self.core: Coordinates = Coordinates(0, ())
         self._outside = torch.empty(0)
         self.explorer = self._make_explorer(config.explorer_count(self.arena.n))
@@ -100,13 +90,7 @@ class SlimExchange(Exchange):
     def _make_explorer(self, count: int) -> Explorer:
         arena, config = self.arena, self.config
         make = EXPLORERS[config.explorer]
-        return make(
-            arena.n - self.core_count,
-            count,
-            config.seed,
-            self.transport.size,
-            arena.device,
-        )
+        return make(arena.n - self.core_count, count, config.seed, self.transport.size, arena.device)
 
     def coordinates_at(self, positions: torch.Tensor) -> torch.Tensor:
         """The coordinates outside the core at ``positions`` of their ascending list."""

@@ -22,11 +22,7 @@ class DenseExchange(Exchange):
 
 
 def exchange_everything(
-    exchange: Exchange,
-    codec: ValueCodec,
-    round_number: int,
-    phase: str,
-    restore_norm: bool,
+    exchange: Exchange, codec: ValueCodec, round_number: int, phase: str, restore_norm: bool
 ) -> None:
     """u = w_k − w̄ everywhere; w̄ += mean over ranks of u; w_k = w̄ (and what rounding kept back). Collective.
 
@@ -36,13 +32,7 @@ def exchange_everything(
     norm_count = arena.n if restore_norm else 0
     with stats.timed("pack"):
         reduction = MeanReduction(
-            exchange.transport,
-            codec,
-            arena.n,
-            arena.value_dtype,
-            arena.device,
-            phase,
-            norm_count,
+            exchange.transport, codec, arena.n, arena.value_dtype, arena.device, phase, norm_count
         )
         model.pending_update_everywhere(reduction.update)
         reduction.start(round_number, exchange.nonfinite)

@@ -45,12 +45,7 @@ class MeanReduction:
         self, transport: Transport, codec: ValueCodec, count: int, dtype: torch.dtype, device: torch.device, phase: str,
         norm_count: int = 0,
     ) -> None:  # fmt: skip
-        self._transport, self._codec, self._phase, self._norm_count = (
-            transport,
-            codec,
-            phase,
-            norm_count,
-        )
+        self._transport, self._codec, self._phase, self._norm_count = (transport, codec, phase, norm_count)
         self._buffer = torch.zeros(count + _RIDERS, dtype=dtype, device=device)
         self.update = self._buffer[:count]
         self.unsent: torch.Tensor | None = None
@@ -128,11 +123,7 @@ class MeanReduction:
 
     def _scaled(self, mean: torch.Tensor, square_mean: float) -> torch.Tensor:
         if self._norm_count:
-            self.factor = norm_factor(
-                square_mean,
-                sum_of_squares(mean[: self._norm_count]),
-                self._transport.size,
-            )
+            self.factor = norm_factor(square_mean, sum_of_squares(mean[: self._norm_count]), self._transport.size)
             mean.mul_(self.factor)
         return mean
 

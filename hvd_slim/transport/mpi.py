@@ -7,8 +7,10 @@ starts collectives in the order launched, which is the same on every rank, and s
 from __future__ import annotations
 
 import atexit
+import concurrent.futures
+import ctypes
+import importlib.util
 import json
-import logging
 import os
 import queue
 import re
@@ -17,6 +19,7 @@ import time
 import weakref
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
+from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,23 +28,21 @@ import torch
 from hvd_slim.stats import Stats
 from hvd_slim.transport.base import MESSAGE_LIMIT, Pending, Received, Transport
 from hvd_slim.transport.horovod import HorovodTransport
+from hvd_slim.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-log = logging.getLogger("hvd_slim")
 
 # A collective of at most two MPI operations, one on either communicator: yields each one's request, returns the result.
 Steps = Generator["MPI.Request", None, Any]
 
 _SMALL = 2**16  # bytes; below, few messages matter more than few bytes, and a tree's root carries no great load
-_MOST_STARTED = 16  # collectives at a time: what is looked at between two sleeps stays short, however many are launched
-_SHORTEST_SLEEP, _LONGEST_SLEEP = 2e-5, 1e-3  # seconds; a sleep doubles as long as nothing moves
+_MOST_STARTED = 64  # collectives at a time: what is looked at between two sleeps stays short, however many are launched
+_SHORTEST_SLEEP, _LONGEST_SLEEP = 2e-5, 5e-4  # seconds; doubled as long as nothing moves
 _SECONDS_TO_LOOK_AROUND = 1.0  # between questions whether the other ranks are still there
-_SECONDS_TO_WARN = 60.0  # like Horovod's stall check
-_SECONDS_TO_DRAIN = 2.0  # for what is in flight when the process ends
+_SECONDS_TO_DRAIN = 3.0  # for what is in flight when this rank or another one ends: it may be all but complete
 
-_CLOSED = "the transport is closed: close() or hvd.shutdown() was called, another rank ended, or this process ends"
+_CLOSED = "the transport is closed: another rank or this one ended (see the first error), or called hvd.shutdown()"
 _INSTEAD = 'or choose transport="horovod"'
 
 
@@ -54,25 +55,28 @@ class MpiTransport(Transport):
 
     Building one is collective and blocks until every rank of the process set takes part; a rank outside counts as
     alone and waits for nobody. Collectives do not block before ``wait()``. A fault in the background thread is raised
-    by every ``wait()`` from then on. An allreduce adds in rank order: all ranks get the same bits in every run.
+    by every ``wait()`` from then on. An allreduce of 64 KiB or more adds in rank order: the same bits in every run.
 
     Args:
         name: prefix of the names in messages, and of Horovod's operations while building; the same on all ranks.
         process_set: a Horovod process set; None for all ranks.
         stats: where bytes are counted.
         limit: bytes that one collective may carry, summed over ranks.
+        warn_after, stall_limit: seconds of waiting for other ranks before a warning, and before ``StalledError``.
 
     Raises:
         MpiTransportError: on every rank of the process set, when mpi4py and Horovod do not share an MPI with
             ``THREAD_MULTIPLE`` on every one of them.
     """
 
-    def __init__(self, name: str, process_set: Any, stats: Stats, limit: int = MESSAGE_LIMIT) -> None:
+    def __init__(
+        self, name: str, process_set: Any, stats: Stats, limit: int = MESSAGE_LIMIT, warn_after: float = 10.0,
+        stall_limit: float = 300.0,
+    ) -> None:  # fmt: skip
         import horovod.torch as hvd
 
-        members = hvd.global_process_set if process_set is None else process_set
         # Rank, size and the first agreement are Horovod's: it works whatever is wrong with MPI.
-        horovod = HorovodTransport(name, members, stats, limit)
+        horovod = HorovodTransport(name, process_set, stats, limit, warn_after, stall_limit)
         super().__init__(horovod.rank, horovod.size, stats, limit)
         mpi, world_ranks = _agree_on_mpi(hvd, horovod)
         group = mpi.COMM_WORLD.Get_group().Incl(world_ranks)
@@ -80,22 +84,28 @@ class MpiTransport(Transport):
         second = first.Dup()
         for communicator in (first, second):
             communicator.Set_errhandler(mpi.ERRORS_RETURN)  # mpi4py raises what is returned
+        self._watchdog = Watchdog(self.rank, warn_after, stall_limit)
         self._name, self._mpi = name, mpi
         self._first, self._second = first, second
-        self._progress = _Progress(f"rank {self.rank}, {name}", lambda: _size_of(members) == horovod.size)
-        self._end_with_self = weakref.finalize(self, self._progress.stop, 0.0, wait=False)
+        self._progress = _Progress(f"rank {self.rank}, {name}", _watch(hvd))
+        self._end_with_self = weakref.finalize(self, self._progress.stop, wait=False)
         self._end_with_self.atexit = False  # then _end_all does it, while Horovod and MPI still run
         _end_before_mpi(mpi, self._progress)
 
+    def enter_round(self, round_number: int) -> None:
+        """A new round begins on this rank. Not collective."""
+        self._watchdog.round_number = round_number
+
     def close(self) -> None:
-        """Wait for what is in flight, end the thread, free the communicators. Collective, blocking.
+        """End the thread, in a few seconds at most, and free the communicators. Not collective.
 
         Never required: the thread also ends with the transport and with the process, and MPI_Finalize frees the rest.
         """
-        self._progress.stop(float("inf"))
-        for communicator in (self._first, self._second):
-            if communicator != self._mpi.COMM_NULL:
-                communicator.Free()
+        self._progress.stop()
+        if self._progress not in _abandoned and not self._mpi.Is_finalized():
+            for communicator in (self._first, self._second):
+                if communicator != self._mpi.COMM_NULL:
+                    communicator.Free()
 
     def gather_texts(self, text: str) -> list[str]:
         """Every rank's text, in rank order; lengths may differ. Collective, blocking, not counted."""
@@ -109,7 +119,7 @@ class MpiTransport(Transport):
             yield second.Iallgatherv([data, byte], [gathered, lengths.tolist(), byte])
             return [bytes(part).decode() for part in np.split(gathered, lengths.cumsum()[:-1])]
 
-        return self._launch("agreement", steps()).result()
+        return self._result(self._launch("agreement", steps()))
 
     def _allreduce(self, tensor: torch.Tensor, name: str) -> Pending[torch.Tensor]:
         if tensor.dtype not in (torch.float32, torch.float64):
@@ -119,7 +129,7 @@ class MpiTransport(Transport):
         future = self._launch(name, self._sum_by_tree(buffer) if tree else self._sum_by_slices(buffer), buffer.filled)
 
         def wait() -> torch.Tensor:
-            future.result()
+            self._result(future)
             return buffer.write_back()
 
         return Pending(wait)
@@ -130,7 +140,8 @@ class MpiTransport(Transport):
     def _sum_by_slices(self, buffer: _HostBuffer) -> Steps:
         """Each rank adds up one slice and gives it to the others: 2(K−1)/K of the bytes on every rank, as a ring.
 
-        Open MPI's Iallreduce in place is a binomial tree, whose root carries log2 K times the bytes either way.
+        Open MPI's Iallreduce in place is a binomial tree, whose root carries log2 K times the bytes either way. Between
+        hosts at 1 Gbit/s, 100 MB took 1.7 s against 2.6 s for 2 ranks, 1.8 s against 4.6 s for 4.
         """
         array, size, rank = buffer.array, self.size, self.rank
         real = self._mpi.FLOAT if array.itemsize == 4 else self._mpi.DOUBLE
@@ -155,19 +166,21 @@ class MpiTransport(Transport):
             return gathered
 
         future = self._launch(name, steps(), buffer.filled)
-        return Pending(lambda: buffer.to_device(future.result()))
+        return Pending(lambda: buffer.to_device(self._result(future)))
 
     def _broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Pending[torch.Tensor]:
         buffer = _HostBuffer(tensor)
-        first, byte = self._first, self._mpi.BYTE
+        first, second, byte = self._first, self._second, self._mpi.BYTE
 
         def steps() -> Steps:
             yield first.Ibcast([buffer.array.view(np.uint8), byte], root)
+            # The root could go on, and end Horovod, before the others take part; no other collective allows that.
+            yield second.Ibarrier()
 
         future = self._launch(name, steps(), buffer.filled)
 
         def wait() -> torch.Tensor:
-            future.result()
+            self._result(future)
             return buffer.write_back()
 
         return Pending(wait)
@@ -187,7 +200,7 @@ class MpiTransport(Transport):
         future = self._launch(name, steps(), buffer.filled)
 
         def wait() -> Received:
-            messages, received = future.result()
+            messages, received = self._result(future)
             return buffer.to_device(messages), received
 
         return Pending(wait)
@@ -196,6 +209,19 @@ class MpiTransport(Transport):
         operation = _Operation(f"{self._name}.{name}", steps, ready)
         self._progress.launch(operation)
         return operation.future
+
+    def _result(self, future: Future[Any]) -> Any:
+        self._watchdog.wait(lambda: _is_done(future))
+        return future.result()
+
+
+def _is_done(future: Future[Any]) -> bool:
+    """Whether it is, as soon as it is, or after a while."""
+    try:
+        future.exception(timeout=0.1)
+    except concurrent.futures.TimeoutError:
+        return False
+    return True
 
 
 class _HostBuffer:
@@ -236,21 +262,23 @@ class _Operation:
     """One collective on its way: not started (stage 0), its first MPI operation (1), its second (2), complete (3)."""
 
     def __init__(self, name: str, steps: Steps, ready: Callable[[], bool]) -> None:
-        self.name, self.stage, self.launched_at, self.warned = name, 0, time.monotonic(), False
+        self.name, self.stage = name, 0
         self.future: Future[Any] = Future()
         self._steps, self._ready = steps, ready
         self._request: MPI.Request | None = None
 
     def passes_stage(self) -> bool:
         """Go on to the next stage, if nothing stands in the way."""
-        if not (self._ready() if self._request is None else self._request.Test()):
-            return False
         try:
+            if not (self._ready() if self._request is None else self._request.Test()):
+                return False
             self._request = next(self._steps)
             self.stage += 1
         except StopIteration as end:
             self.stage = 3
             self.future.set_result(end.value)
+        except Exception as error:
+            raise RuntimeError(f"{self.name}: {error}") from error
         return True
 
 
@@ -259,18 +287,18 @@ class _Progress:
 
     Args:
         whose: rank and transport, for messages.
-        others_are_there: whether Horovod still runs with all ranks of the process set; never blocks for long.
+        horovod_runs: whether it has not been shut down, here or by a rank that ended; never blocks.
     """
 
-    def __init__(self, whose: str, others_are_there: Callable[[], bool]) -> None:
-        self._whose, self._others_are_there = whose, others_are_there
+    def __init__(self, whose: str, horovod_runs: Callable[[], bool]) -> None:
+        self._whose, self._horovod_runs = whose, horovod_runs
         self._process = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the garbage collector may call stop() anywhere
         self._launched: queue.SimpleQueue[_Operation | None] = queue.SimpleQueue()
         self._unfinished: list[_Operation] = []  # the thread's own, in the order launched
         self._thread: threading.Thread | None = None
         self._failure: MpiTransportError | None = None
-        self._deadline: float | None = None
+        self._deadline: float | None = None  # once it is to end
 
     def launch(self, operation: _Operation) -> None:
         """Start the collective after those launched before it. Its future gets the result or an error, always."""
@@ -285,27 +313,27 @@ class _Progress:
                 self._thread.start()
             self._launched.put(operation)
 
-    def stop(self, seconds: float, wait: bool = True) -> None:
-        """End the thread as soon as nothing is in flight, and after ``seconds`` in any case."""
+    def stop(self, wait: bool = True) -> None:
+        """End the thread as soon as nothing is in flight, and after a few seconds in any case."""
         if os.getpid() != self._process:
             return
-        _running.discard(self)
         with self._lock:
-            self._deadline = time.monotonic() + seconds
-            if self._thread is None:
-                self._failure = self._failure or MpiTransportError(f"{self._whose}: {_CLOSED}")
-                return
+            self._deadline = self._deadline or time.monotonic() + _SECONDS_TO_DRAIN
+            thread = self._thread
+        if thread is None:
+            self._end(_CLOSED)
+            return
         self._launched.put(None)
         if wait:
-            self._thread.join()
+            thread.join()
 
     def _work(self) -> None:
         try:
             self._carry()
         except Exception as error:  # whatever it is, the trainer has to see it
-            self._fail(f"{self._unfinished[0].name}: {error}", error)
+            self._end(str(error), error.__cause__ or error)
         else:
-            self._fail(_CLOSED)
+            self._end(_CLOSED)
 
     def _carry(self) -> None:
         sleep: float | None = None  # until something is launched
@@ -314,7 +342,7 @@ class _Progress:
             self._take(sleep)
             moved = self._go_on()
             now = time.monotonic()
-            if self._deadline is not None and (not self._unfinished or now >= self._deadline):
+            if self._deadline is not None and (now >= self._deadline or not self._unfinished):
                 return
             if not self._unfinished:
                 sleep = None
@@ -323,8 +351,9 @@ class _Progress:
             elif now - looked_at < _SECONDS_TO_LOOK_AROUND:
                 sleep = min(2 * sleep, _LONGEST_SLEEP)
             else:
-                self._look_around(now)
                 looked_at = now
+                if self._deadline is None and not self._horovod_runs():
+                    self._deadline = now + _SECONDS_TO_DRAIN
 
     def _take(self, sleep: float | None) -> None:
         """Take what was launched, after at most ``sleep`` seconds without anything (None: without end)."""
@@ -348,34 +377,25 @@ class _Progress:
             self._unfinished = [operation for operation in self._unfinished if operation.stage < 3]
         return moved
 
-    def _look_around(self, now: float) -> None:
-        """Nothing has moved for a while: are the others still there, and should someone know?"""
-        if not self._others_are_there():
-            raise RuntimeError("Horovod was shut down: another rank ended, see its messages for the cause")
-        operation = self._unfinished[0]
-        if not operation.warned and now - operation.launched_at >= _SECONDS_TO_WARN:
-            operation.warned = True
-            log.warning(
-                "%s: %s has been waiting for other ranks for %.0f seconds; are they slow, or do they not take part?",
-                self._whose,
-                operation.name,
-                now - operation.launched_at,
-            )
-
-    def _fail(self, reason: str, cause: Exception | None = None) -> None:
-        """The thread's last act: what is left fails, and so does whatever is launched from now on."""
-        failure = MpiTransportError(f"{self._whose}: {reason}")
-        failure.__cause__ = cause
+    def _end(self, reason: str, cause: BaseException | None = None) -> None:
+        """What is left fails, and so does whatever is launched from now on. The first reason stays."""
         with self._lock:
-            self._failure = failure
+            if self._failure is None:
+                self._failure = MpiTransportError(f"{self._whose}: {reason}")
+                self._failure.__cause__ = cause
         self._take(0.0)
+        self._unfinished = [operation for operation in self._unfinished if operation.stage < 3]
         for operation in self._unfinished:
-            operation.future.set_exception(failure)
+            operation.future.set_exception(self._failure)
+        if self._unfinished:
+            _abandoned.add(self)
+        _running.discard(self)
 
 
 # Before MPI ends ------------------------------------------------------------------------------------------------------
 
 _running: set[_Progress] = set()
+_abandoned: set[_Progress] = set()  # MPI may still write into the memory of what they left unfinished
 _attribute: int | None = None
 
 
@@ -385,14 +405,15 @@ def _end_before_mpi(mpi: Any, progress: _Progress) -> None:
     _running.add(progress)
     if _attribute is None:
         # MPI_Finalize begins by deleting the attributes of COMM_SELF (MPI standard, section "Finalization hooks").
-        _attribute = mpi.Comm.Create_keyval(delete_fn=lambda *_: _end_all(0.0))
+        _attribute = mpi.Comm.Create_keyval(delete_fn=lambda *_: _end_all())
         mpi.COMM_SELF.Set_attr(_attribute, None)
-        atexit.register(_end_all, _SECONDS_TO_DRAIN)
+        atexit.register(_end_all)
 
 
-def _end_all(seconds: float) -> None:
-    for progress in list(_running):
-        progress.stop(seconds)
+def _end_all() -> None:
+    for wait in (False, True):
+        for progress in list(_running):
+            progress.stop(wait)
 
 
 # Whether MPI can be used ----------------------------------------------------------------------------------------------
@@ -435,18 +456,20 @@ def _load_mpi(hvd: Any) -> Any:
     try:
         import mpi4py
 
-        mpi4py.rc.initialize = False  # Horovod has done it; a second MPI would start alone
-        from mpi4py import MPI
+        libraries = _libraries(importlib.util.find_spec("mpi4py.MPI"))
+        # Importing mpi4py beside another MPI than its own would crash.
+        if len(libraries) <= 1:
+            mpi4py.rc.initialize = False  # Horovod has done it; a second MPI would start alone
+            from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise MpiTransportError(
             f"mpi4py does not import ({' '.join(str(error).split())}); run `pip install mpi4py`, {_INSTEAD}"
         ) from error
-    libraries = _mpi_libraries()
     if len(libraries) > 1 or not MPI.Is_initialized():
         raise MpiTransportError(
-            f"mpi4py uses another MPI library than Horovod, which are {' and '.join(libraries) or 'unknown'}; run `pip "
-            "install --force-reinstall --no-cache-dir --no-binary mpi4py mpi4py` with the mpicc of Horovod's on PATH, "
-            f"{_INSTEAD}"
+            f"mpi4py is built for another MPI than Horovod ({', '.join(sorted(libraries)) or 'unknown libraries'}); "
+            "with Horovod's mpicc on PATH, run `pip install --force-reinstall --no-cache-dir --no-binary mpi4py "
+            f"mpi4py`, {_INSTEAD}"
         )
     if MPI.Is_finalized():
         raise MpiTransportError(f"MPI is finalized; build optimizers before hvd.shutdown(), {_INSTEAD}")
@@ -458,18 +481,22 @@ def _load_mpi(hvd: Any) -> Any:
     return MPI
 
 
-def _mpi_libraries() -> list[str]:
-    """Paths of the MPI libraries that this process has loaded; none where the system does not tell."""
+def _libraries(mpi4py: ModuleSpec | None) -> set[str]:
+    """The MPI libraries in this process and those that mpi4py would add; empty where the system does not tell."""
     try:
         with open("/proc/self/maps") as lines:
-            return sorted({path for line in lines for path in re.findall(r"/\S*/libmpi(?:ch)?\.so\S*", line)})
+            loaded = {path for line in lines for path in re.findall(r"/\S*/libmpi(?:ch)?\.so\S*", line)}
+        with open(str(mpi4py and mpi4py.origin), "rb") as module:
+            needed = {name.decode() for name in re.findall(rb"\0(libmpi(?:ch)?\.so[.\d]*)\0", module.read())}
     except OSError:
-        return []
+        return set()
+    there = {name for name in needed for path in loaded if os.path.basename(path).startswith(name)}
+    return loaded | (needed - there)
 
 
-def _size_of(process_set: Any) -> int:
-    """Ranks in the process set; 0 once Horovod is shut down, here or on another rank."""
-    try:
-        return int(process_set.size() or 0)
-    except ValueError:
-        return 0
+def _watch(hvd: Any) -> Callable[[], bool]:
+    """Whether Horovod has not been shut down, here or by a rank that ended; never blocks."""
+    # hvd.size() and hvd.is_initialized() go on answering after another rank has ended.
+    ask = hvd.mpi_ops._basics.MPI_LIB_CTYPES.horovod_process_set_ranks
+    ranks = (ctypes.c_int * hvd.size())()
+    return lambda: ask(0, ranks) == 0

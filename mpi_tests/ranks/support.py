@@ -125,8 +125,8 @@ def random_options(rng: np.random.Generator) -> Options:
         "reselect_every": int(rng.integers(1, 9)),
         "resync_every": int(rng.choice([0, 3, 7, 11])),
         "local_steps": int(rng.choice([1, 1, 2, 3])),
-        "gradient_weight": float(rng.choice([0.0, 0.3, 1.0, 5.0])),
-        "normalize": bool(rng.integers(2)),
+        "gradient_weight": float(rng.choice([0.0, 0.3, 3.0])),
+        "normalize": bool(rng.random() < 0.7),
         "seed": int(rng.integers(2**63)) * 2 + 1,
     }
 

@@ -87,16 +87,19 @@ def test_bytes_are_the_formulas(options: Options) -> None:
 
 
 class Calls:
-    """Listens to what is handed to Horovod by hvd_slim, agreements aside: (operation, bytes) of each call."""
+    """Listens to what is handed to Horovod by hvd_slim: (operation, bytes) of each call, texts to agree on aside."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made: list[tuple[str, int]] = []
+        self.texts: list[str] = []
         for name in ("allreduce_async_", "allgather_async", "broadcast_async_", "alltoall_async"):
             monkeypatch.setattr(horovod.torch, name, self._listened(name, getattr(horovod.torch, name)))
 
     def _listened(self, operation: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def listened(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if kwargs["name"].startswith("hvd_slim") and "agreement" not in kwargs["name"]:
+            if "agreement" in kwargs["name"]:
+                self.texts.append(operation)
+            elif kwargs["name"].startswith("hvd_slim"):
                 self.made.append((operation.split("_")[0], tensor.nbytes))
             return call(tensor, *args, **kwargs)
 
@@ -130,12 +133,15 @@ def test_collectives_a_round_do_not_grow_with_the_tensors(monkeypatch: pytest.Mo
         rounds = []
         for _ in range(12):
             calls.made.clear()
+            calls.texts.clear()
             train(named, optimizer, 1)
-            rounds.append(list(calls.made))
+            rounds.append((list(calls.made), len(calls.texts)))
         of_rounds.append(rounds)
     few, many = of_rounds
     assert few == many
     if hvd.size() > 1:
-        ordinary = [[operation for operation, _ in few[r]] for r in (1, 2)]
-        assert ordinary == [["allreduce", "allgather"]] * 2
-        assert max(map(len, few)) == 3  # with a core broadcast
+        for number in (1, 2, 4):
+            made, texts = few[number]
+            assert [operation for operation, _ in made] == ["allreduce", "allgather"]
+            assert texts == 0
+        assert max(len(made) for made, _ in few) == 3  # with a core broadcast

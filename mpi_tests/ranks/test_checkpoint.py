@@ -31,7 +31,7 @@ STEPS = 30
 CASES = [
     Case("reference setting", 41, {}),
     Case("frequent", 42, {"reselect_every": 4, "resync_every": 7, "local_steps": 2, "seed": 5}),
-    *(Case(f"random {seed}", seed, random_options(np.random.default_rng(seed))) for seed in range(43, 46)),
+    *(Case(f"random {seed}", seed, random_options(np.random.default_rng(seed))) for seed in (43, 45, 48)),
     Case("dense", 46, {"exchange": "dense"}),
 ]
 

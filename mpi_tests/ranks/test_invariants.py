@@ -27,8 +27,8 @@ from ranks.support import (
 ROUNDS = 40
 CASES = [
     Case("reference setting", 21, {}),
-    *(Case(f"random {seed}", seed, random_options(np.random.default_rng(seed))) for seed in range(22, 26)),
-    Case("all explored by all", 27, {"comm_fraction": 1.0, "core_fraction": 0.1, "reselect_every": 3}),
+    *(Case(f"random {seed}", seed, random_options(np.random.default_rng(seed))) for seed in (22, 24, 27)),
+    Case("all explored by all", 20, {"comm_fraction": 1.0, "core_fraction": 0.1, "reselect_every": 3}),
     Case("dense", 28, {"exchange": "dense"}),
 ]
 

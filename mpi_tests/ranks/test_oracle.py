@@ -27,14 +27,19 @@ ENOUGH_SLACK = 1e-4  # in S; a hundred times what differs between simulation and
 
 CASES = [
     Case("reference setting", 1, {}),
-    *(Case(f"random {seed}", seed, random_options(np.random.default_rng(seed))) for seed in range(2, 8)),
+    *(Case(f"random {seed}", seed, random_options(np.random.default_rng(seed))) for seed in (4, 6, 9, 26, 28, 38)),
     Case("no explorers", 10, {"comm_fraction": 0.2, "core_fraction": 0.2, "reselect_every": 4}),
     Case("one explorer", 11, {"comm_fraction": 0.0015, "core_fraction": 0.0005, "reselect_every": 3}, most=900),
     Case("all explored by all", 12, {"comm_fraction": 1.0, "core_fraction": 0.25, "reselect_every": 5}),
     Case("dense", 13, {"exchange": "dense"}),
     Case("fractions 1", 14, {"comm_fraction": 1.0, "core_fraction": 1.0, "resync_every": 4}),
 ]
-TIES = Case("ties", 15, {"normalize": False, "reselect_every": 1, "resync_every": 9}, grid=0.25)
+TIES = Case(
+    "ties",
+    15,
+    {"comm_fraction": 0.9, "core_fraction": 0.7, "normalize": False, "reselect_every": 1, "resync_every": 9},
+    grid=1.0,
+)
 
 
 def name_of(case: Case) -> str:
@@ -77,6 +82,7 @@ def test_every_round_is_the_oracles(case: Case) -> None:
         w_bars = gather(w_bar)
         np.testing.assert_array_equal(w_bars, np.broadcast_to(w_bar, w_bars.shape))
         oracle.w_bar = w_bar.astype(np.float32)
+    assert case is not TIES or hvd.size() == 1 or oracle.slack == 0.0, "no choice was between equals"
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)

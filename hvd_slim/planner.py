@@ -1,0 +1,321 @@
+"""The cost model: what a round sends on each path, how long it takes, and which path to take. Needs no Horovod.
+
+A round's time is that of its collectives, one after the other, and of the rank's own work. A collective takes what
+``Link`` says; own work is counted in units that a machine measures once (``Network``). Rounds that choose a new
+core or resync are rarer and dearer; what is predicted is the mean over all rounds, long after the start.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+
+from hvd_slim.config import SHARED_EXPLORERS, SlimConfig
+from hvd_slim.memory import extra_memory
+from hvd_slim.values import make_codec
+from hvd_slim.wire import PairFormat, aligned, index_dtype, set_nbytes
+
+__all__ = ["Link", "Network", "Prediction", "allowed_paths", "choose", "extra_memory", "predict"]
+
+#: a slim path is taken if it is predicted to need less than this part of dense's time
+_MARGIN = 0.95
+#: numbers that ride in every reduction (see ``exchange.reduction``), and their bytes in a narrow message
+_RIDERS, _RIDER_BYTES = 3, 24
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """Seconds that one kind of collective takes, by the bytes that each rank sends in it.
+
+    Attributes:
+        points: (bytes, seconds), ascending in bytes, both growing. Between two points the time is interpolated; beyond
+            the last it grows as from the first to the last.
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    @classmethod
+    def of(cls, latency: float, bandwidth: float) -> Link:
+        """``latency`` seconds, and a second for every ``bandwidth`` bytes."""
+        return cls(((0.0, latency), (bandwidth, latency + 1.0)))
+
+    def seconds(self, nbytes: float) -> float:
+        """Time of a collective in which each rank sends ``nbytes``."""
+        points = self.points
+        at = bisect.bisect_left(points, (nbytes,))
+        if at == 0:
+            return points[0][1]
+        (a, begin), (b, end) = points[at - 1 : at + 1] if at < len(points) else (points[0], points[-1])
+        if b == a:
+            return begin
+        known, time = (a, begin) if at < len(points) else (b, end)
+        return time + (nbytes - known) * (end - begin) / (b - a)
+
+    def scaled(self, factor: float) -> Link:
+        """The same with every time ``factor`` times as long."""
+        return Link(tuple((nbytes, seconds * factor) for nbytes, seconds in self.points))
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """What collectives and a rank's own work cost on some machines.
+
+    Attributes:
+        allreduce, allgather, alltoall, broadcast: each kind of collective.
+        hop: seconds added for each message that a rank sends after the other in a collective; 0 where the collectives
+            were measured with as many ranks as are predicted.
+        stream: seconds a parameter to work out and merge a pending update of everything.
+        touch: seconds a coordinate to do the same on a set of coordinates; and ``trip`` seconds for each set.
+        draw: seconds a coordinate to find an explorer set.
+        scan: seconds a parameter to find the coordinates where something is largest.
+        code: seconds a value to write and read it in narrow form.
+    """
+
+    allreduce: Link
+    allgather: Link
+    alltoall: Link
+    broadcast: Link
+    hop: float = 0.0
+    stream: float = 4e-9
+    touch: float = 12e-9
+    trip: float = 2e-4
+    draw: float = 10e-9
+    scan: float = 8e-9
+    code: float = 4e-9
+
+    @classmethod
+    def uniform(cls, bandwidth: float, latency: float = 50e-6, hop: float = 5e-6, **work: float) -> Network:
+        """A machine on paper: a rank sends ``bandwidth`` bytes a second in every kind of collective.
+
+        Args:
+            latency, hop: seconds for a collective, and for each message in it.
+            work: ``stream``, ``touch``, ``trip``, ``draw``, ``scan``, ``code``; by default those of one core of 2020's.
+        """
+        link = Link.of(latency, bandwidth)
+        return cls(link, link, link, link, hop, **work)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """One path's cost, the mean over rounds long after the start.
+
+    Attributes:
+        path: "allgather", "alltoall", "allreduce" or "dense".
+        bytes_sent: bytes each rank sends a round, core broadcasts and resyncs included, as ``Stats`` counts them.
+        ratio: ``bytes_sent`` to those of a ring allreduce of every parameter in its own dtype.
+        seconds: one round.
+        work_seconds: the part of it that is the rank's own work.
+        collectives: how many a round.
+        extra_memory: bytes each rank needs beyond model, gradients and optimizer state; an upper bound.
+    """
+
+    path: str
+    bytes_sent: float
+    ratio: float
+    seconds: float
+    work_seconds: float
+    collectives: float
+    extra_memory: int
+
+
+def allowed_paths(config: SlimConfig, n: int) -> tuple[str, ...]:
+    """The paths that ``config`` allows for ``n`` parameters, "dense" last."""
+    if config.exchange == "dense" or config.core_count(n) == n:
+        return ("dense",)
+    if config.exchange != "auto":
+        return (config.exchange,)
+    shared = config.explorer in SHARED_EXPLORERS
+    return ("allreduce", "dense") if shared else ("allgather", "alltoall", "dense")
+
+
+def predict(
+    n: int, ranks: int, config: SlimConfig, network: Network, dtype: torch.dtype = torch.float32
+) -> list[Prediction]:
+    """The cost of every path that ``config`` allows, fastest first. Not collective; needs neither Horovod nor ranks.
+
+    Args:
+        n: trainable parameters.
+        ranks: K, at least 2.
+        config: the settings; with ``exchange="auto"`` every path for its explorer is compared.
+        network: what the machine can do.
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: ``n`` or ``ranks`` is too small.
+    """
+    if n < 1 or ranks < 2:
+        raise ValueError(f"n={n!r}, ranks={ranks!r}: a prediction needs at least one parameter and two ranks")
+    model = _CostModel(n, ranks, config, network, dtype)
+    return sorted((model.prediction(path) for path in allowed_paths(config, n)), key=lambda path: path.seconds)
+
+
+def choose(predictions: Sequence[Prediction]) -> tuple[str, str]:
+    """(the path to take, one line that says why) out of what ``predict`` returned.
+
+    The fastest; but a slim path only if it is predicted to save 5 % of dense's time, for dense follows the training
+    more closely.
+    """
+    best = predictions[0]
+    dense = next((prediction for prediction in predictions if prediction.path == "dense"), None)
+    if dense is not None and best.seconds > _MARGIN * dense.seconds:
+        best = dense
+    others = ", ".join(_described(prediction) for prediction in predictions if prediction is not best)
+    if best is dense:
+        reason = "slim would not be faster here, so everything is sent" if others else "everything is sent"
+    elif dense is not None:
+        reason = f"{best.ratio:.2f} of dense's bytes, {best.seconds / dense.seconds:.2f} of its time"
+    else:
+        reason = f"{best.ratio:.2f} of dense's bytes"
+    return best.path, f"exchange={best.path!r}, {reason}: {_described(best)}" + (f"; {others}" if others else "")
+
+
+def _described(prediction: Prediction) -> str:
+    own = f"{prediction.work_seconds * 1e3:.3g} of it own work"
+    return f"{prediction.path} {prediction.seconds * 1e3:.3g} ms a round, {own}"
+
+
+class _CostModel:
+    """Bytes as the exchanges count them; seconds as the network tells."""
+
+    def __init__(self, n: int, ranks: int, config: SlimConfig, network: Network, dtype: torch.dtype) -> None:
+        self.n, self.ranks, self.config, self.network, self.dtype = n, ranks, config, network, dtype
+        self.share = (ranks - 1) / ranks
+        self.wide = torch.float64 if dtype == torch.float64 else torch.float32
+        self.codec = make_codec(config.value_dtype, self.wide, config.rounding, config.seed)
+        self.core, self.explored = config.core_count(n), config.explorer_count(n)
+        self.index_dtype = self._index_dtype()
+        self.dense_bytes = 2 * self.share * n * dtype.itemsize
+
+    def _index_dtype(self) -> torch.dtype | None:
+        if self.config.explorer in ("cyclic", "shared"):
+            return None
+        if self.config.explorer == "random":
+            longest_stratum = -(-(self.n - self.core) // max(self.explored, 1))
+            return torch.uint8 if longest_stratum <= 256 else torch.int32
+        return index_dtype(self.n - self.core)
+
+    def prediction(self, path: str) -> Prediction:
+        """The mean round of ``path``."""
+        if path == "dense":
+            parts = [(1.0, self._reduction(self.n, self.codec.exact), self._dense_work(self.codec.exact))]
+        else:
+            resyncs, selections = self._resyncs(path), 1 / self.config.reselect_every
+            parts = [
+                (1 - resyncs, self._slim(path), self._slim_work(path)),
+                (resyncs, self._everything(path), self._dense_work(True, path)),
+                (selections, [self._broadcast(set_nbytes(self.core, self.n))], self._selection_work()),
+            ]
+        sent = sum(weight * nbytes for weight, collectives, _ in parts for nbytes, _ in collectives)
+        waited = sum(weight * seconds for weight, collectives, _ in parts for _, seconds in collectives)
+        work = sum(weight * seconds for weight, _, seconds in parts)
+        return Prediction(
+            path, sent, sent / self.dense_bytes, waited + work, work,
+            sum(weight * len(collectives) for weight, collectives, _ in parts),
+            extra_memory(self.n, self.ranks, path, self.config, self.dtype),
+        )  # fmt: skip
+
+    def _resyncs(self, path: str) -> float:
+        """The part of rounds that are resyncs: the last of every ``resync_every``, and with alltoall every first one
+        of a core."""
+        every, reselect = self.config.resync_every, self.config.reselect_every
+        asked = 1 / every if every else 0.0
+        if path != "alltoall":
+            return asked
+        both = asked / reselect if math.gcd(every, reselect) == 1 else 0.0
+        return asked + 1 / reselect - both
+
+    # Collectives: (bytes sent, seconds) ------------------------------------------------------------------------------
+
+    def _allreduce(self, nbytes: float) -> tuple[float, float]:
+        sent = 2 * self.share * nbytes
+        return sent, self.network.allreduce.seconds(sent) + 2 * self._doublings * self.network.hop
+
+    def _allgather(self, nbytes: float) -> tuple[float, float]:
+        sent = (self.ranks - 1) * nbytes
+        return sent, self.network.allgather.seconds(sent) + self._doublings * self.network.hop
+
+    def _alltoall(self, nbytes_to_each: float) -> tuple[float, float]:
+        sent = (self.ranks - 1) * nbytes_to_each
+        return sent, self.network.alltoall.seconds(sent) + (self.ranks - 1) * self.network.hop
+
+    def _broadcast(self, nbytes: float) -> tuple[float, float]:
+        sent = self.share * nbytes
+        return sent, self.network.broadcast.seconds(sent) + self._doublings * self.network.hop
+
+    @property
+    def _doublings(self) -> float:
+        return math.log2(self.ranks)
+
+    def _reduction(self, count: int, exact: bool) -> list[tuple[float, float]]:
+        """The mean of ``count`` values."""
+        if exact:
+            return [self._allreduce((count + _RIDERS) * self.wide.itemsize)]
+        nbytes = aligned(self.codec.nbytes(-(-count // self.ranks)))
+        return [self._alltoall(nbytes + _RIDER_BYTES), self._allgather(nbytes)]
+
+    def _everything(self, path: str) -> list[tuple[float, float]]:
+        """A dense exchange at full width."""
+        if path != "alltoall":
+            return self._reduction(self.n, exact=True)
+        owned = self.n / self.ranks
+        return [
+            self._alltoall(owned * self.wide.itemsize), self._allgather(_RIDER_BYTES),
+            self._allgather(aligned(math.ceil(owned) * self.dtype.itemsize)),
+        ]  # fmt: skip
+
+    def _slim(self, path: str) -> list[tuple[float, float]]:
+        """One slim round."""
+        ranks, explored, exact = self.ranks, self.explored, self.codec.exact
+        pairs = PairFormat(self.codec, self.index_dtype)
+        if path == "allreduce":
+            collectives = self._reduction(self.core + explored, exact)
+            if self.config.explorer == "leader" and explored:
+                collectives.append(self._broadcast(explored * index_dtype(self.n).itemsize))
+            return collectives
+        collectives = self._reduction(self.core, exact)
+        if explored and path == "allgather":
+            collectives.append(self._allgather(pairs.nbytes(explored)))
+        elif explored:
+            to_each = -(-explored // ranks)
+            collectives.append(self._alltoall(pairs.nbytes(to_each)))
+            collectives.append(self._alltoall(aligned(to_each * self.dtype.itemsize)))
+        return collectives
+
+    # A rank's own work: seconds --------------------------------------------------------------------------------------
+
+    def _trips(self, number: float, coordinates: float) -> float:
+        """Pending updates worked out and merged, of so many sets with so many coordinates in all."""
+        return number * self.network.trip + coordinates * self.network.touch
+
+    def _dense_work(self, exact: bool, path: str = "dense") -> float:
+        passes = 1 if exact else 2
+        if path == "alltoall":
+            passes = 2  # to the owner, and what the owners say
+        return self._look_through() + self.n * (passes * self.network.stream + (0 if exact else 2 * self.network.code))
+
+    def _slim_work(self, path: str) -> float:
+        network, core, explored, ranks = self.network, self.core, self.explored, self.ranks
+        code = 0.0 if self.codec.exact else network.code
+        greatest = self.config.explorer in ("greedy", "leader")
+        work = self._look_through() + (core * 2 + explored) * code
+        work += network.scan * self.n if greatest else network.draw * explored
+        if path == "allreduce":
+            return work + self._trips(2, core + explored) + explored * code
+        if path == "allgather":
+            # What others send is found again, and merged into w̄ and into the live parameters.
+            others = (ranks - 1) * explored
+            return work + self._trips(1 + ranks, core + explored + others) + others * (network.draw + code)
+        # What was pushed is found again, merged, read for the reply; the reply is merged.
+        return work + self._trips(4 + ranks, core + 2 * explored) + explored * code
+
+    def _look_through(self) -> float:
+        """Whether all is finite: one reading of the parameters."""
+        return self.n * self.network.stream / 5 if self.config.on_nonfinite == "raise" else 0.0
+
+    def _selection_work(self) -> float:
+        """Choosing a core, on one rank for which all wait; then everybody looks it up."""
+        return self.network.trip + self.n * (self.network.scan + 2 * self.network.stream)
