@@ -8,6 +8,8 @@ from hvd_slim.config import SlimConfig
 from hvd_slim.values import make_codec
 from hvd_slim.wire import PairFormat, aligned, index_dtype
 
+#: parameters on which own work is tried out before a path is chosen; in larger vectors one costs no more
+PROBED = 2**24
 #: of scores, up to which a k-th largest is searched among all of them; beyond, a sample of up to half as many is sorted
 _SEARCHED_WHOLE = 2**18
 #: values that a codec works on at once
@@ -21,8 +23,8 @@ def extra_memory(n: int, ranks: int, path: str, config: SlimConfig, dtype: torch
 
     With K ranks; c = βn core and e = (α−β)n explorer coordinates (in a linear warm-up (1−β)n); p bytes of a parameter,
     v of a value in sums (4; 8 in float64), i of a coordinate's number (4; 8 beyond 2^31); M(x) bytes of a message of x
-    pairs, C(x) of x narrow values. S(x) = (v + p + 8)·x moves a set of x coordinates; (v + p + 16)·x if p ≠ v. The bound is
-    the sum of what is kept,
+    pairs, C(x) of x narrow values. S(x) = (v + p + 8)·x moves a set of x coordinates; (v + p + 16)·x if p ≠ v. The
+    bound is the sum of what is kept,
 
         w̄ (alltoall: what this rank knows of it)    p·n
         coordinates of the core, and of the others  2i·c + i·(n−c) + n/8
@@ -39,6 +41,8 @@ def extra_memory(n: int, ranks: int, path: str, config: SlimConfig, dtype: torch
         allgather round     2i·e + K·M(e) + max(M(e), S(c), (4i+7v)·e)
         alltoall round      2M(e) + (3i+1+v)·e + max(S(c), S(e), (i+3p)·e, (i+2p)·e + (4i+7v)·e/K)
         allreduce round     2i·e + S(max(c, e))
+
+    and with exchange="auto" at least what measuring takes: 5v·n, 7v·n for n ≤ 2^18, where n counts to 2^24.
 
     Values narrower than full width add, for m = c values (allreduce: c+e; dense: n), v·m that is kept and at most
     max(C(m) + 3v·m, 3C(m) + v·m, 2C(m) + 2v·m + 3v·m/K) for a moment, and v·e to explorers. Collectives above
@@ -74,12 +78,16 @@ class _Memory:
         self.pairs = PairFormat(self.codec, indices)
 
     def bound(self) -> int:
+        measuring = self._measuring() if self.config.exchange == "auto" else 0
         if self.path == "dense":
-            return int(self.p * self.n + self._dense_round() + self._small())
+            return int(max(self.p * self.n + self._dense_round(), measuring) + self._small())
         momentary = [self._selection(), self._resync(), self._drawing(), self._round()]
         if self.config.warmup_rounds and self.config.warmup == "dense":
             momentary.append(max(self._resync(), self._with_norm()))
-        return int(self._kept() + max(momentary) + self._small())
+        return int(max(self._kept() + max(momentary), measuring) + self._small())
+
+    def _measuring(self) -> float:
+        return (7 if self.n <= _SEARCHED_WHOLE else 5) * self.v * min(self.n, PROBED)
 
     def _small(self) -> float:
         work = 0 if self.codec.exact else 8 * min(self.n, _CODEC_CHUNK)

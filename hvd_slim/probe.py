@@ -1,13 +1,12 @@
 """A short measurement at the start of a run: what collectives and a rank's own work cost here. Collective.
 
-Every rank measures while the others do the same, so processors that several ranks share, or that wait busily, show in
-the numbers. The result is the same on every rank, to the bit.
+Every rank measures while the others do the same, so processors that several ranks share show in the numbers. Of a few
+tries the best counts: what disturbs one of them is none of the run's. The result is the same on every rank, to the bit.
 """
 
 from __future__ import annotations
 
 import json
-import statistics
 import time
 from collections.abc import Callable
 
@@ -15,13 +14,14 @@ import torch
 
 from hvd_slim import significance
 from hvd_slim.arena import Arena
-from hvd_slim.chunks import indices_of
+from hvd_slim.chunks import index_dtype, indices_of
 from hvd_slim.config import SHARED_EXPLORERS, SlimConfig
 from hvd_slim.explorer import EXPLORERS
 from hvd_slim.global_model import GlobalModel
+from hvd_slim.memory import PROBED
 from hvd_slim.planner import Link, Network, choose, predict
 from hvd_slim.transport.base import Transport
-from hvd_slim.values import make_codec
+from hvd_slim.values import ValueCodec, make_codec
 
 _PHASE = "probe"
 _LEAST, _MOST = 64, 2**24  # bytes that a collective brings a rank: all latency, and more than ever shows anything new
@@ -29,8 +29,7 @@ _SECONDS, _BYTES = 0.04, 2**19  # a collective of that size that takes as long s
 _LONG = 0.15  # and so does any that takes as long as this
 _BUDGET = 2.5  # seconds for all of them; what happens once, a lost packet say, must not hold up the start
 _REPEATS = 3
-_MOST_REPEATS, _LONG_ENOUGH = 15, 0.01  # of short work, and its seconds in all
-_SAMPLE = 2**23  # parameters on which own work is tried out
+_MOST_REPEATS, _SHORT_WORK, _LONG_WORK = 15, 0.01, 0.05  # short work is tried more often (seconds in all), long once
 
 
 def measure(transport: Transport, arena: Arena, config: SlimConfig) -> Network:
@@ -96,14 +95,15 @@ def _measure_collectives(transport: Transport, arena: Arena, kinds: tuple[str, .
             action = _collective(transport, kind, nbytes, device)
             # Every rank has to call it equally often.
             times = [_once(action, device, time.perf_counter) for _ in range(_REPEATS)]
-            median, total = _slowest(transport, [statistics.median(times), sum(times)], device)
-            points[kind].append((nbytes * share * (2 if kind == "allreduce" else 1), median))
-            spent += total
-            if nbytes >= most or (median >= _SECONDS and nbytes >= _BYTES) or median >= _LONG or spent > _BUDGET:
+            times = _slowest(transport, times, device)
+            seconds = min(times)
+            points[kind].append((nbytes * share * (2 if kind == "allreduce" else 1), seconds))
+            spent += sum(times)
+            if nbytes >= most or (seconds >= _SECONDS and nbytes >= _BYTES) or seconds >= _LONG or spent > _BUDGET:
                 del sizes[kind]
             else:
                 # Far at first, from latency to bandwidth; then straight to where it will take long enough.
-                sizes[kind] = min(most, nbytes * min(64, max(2, int(_SECONDS / median))))
+                sizes[kind] = min(most, nbytes * min(64, max(2, int(_SECONDS / seconds))))
     return {kind: Link(_growing(of_kind)) for kind, of_kind in points.items()}
 
 
@@ -150,12 +150,12 @@ def _slowest(transport: Transport, seconds: list[float], device: torch.device) -
 
 
 def _timed(action: Callable[[], object], device: torch.device, clock: Callable[[], float]) -> float:
-    """Median seconds of a few calls, more if they are short, after one that does not count."""
-    _once(action, device, clock)
-    times: list[float] = []
-    while len(times) < _REPEATS or (len(times) < _MOST_REPEATS and sum(times) < _LONG_ENOUGH):
+    """Least seconds of a few calls, more if they are short; the first counts only if it is long."""
+    first = _once(action, device, clock)
+    times, least = ([first], 2) if first > _LONG_WORK else ([], _REPEATS)
+    while len(times) < least or (len(times) < _MOST_REPEATS and sum(times) < _SHORT_WORK):
         times.append(_once(action, device, clock))
-    return statistics.median(times)
+    return min(times)
 
 
 def measure_work(
@@ -167,58 +167,73 @@ def measure_work(
     """
     sample = Arena(_like(arena))
     model, device, dtype, n = GlobalModel(sample), sample.device, sample.value_dtype, sample.n
-    core, explored = config.core_count(n), config.explorer_count(n)
+    core, explored = config.core_count(n), max(config.explorer_count(n), 1)
 
-    def stream() -> None:
-        update = model.pending_update_everywhere(torch.zeros(n, dtype=dtype, device=device))
-        model.absorb_everywhere(update.div_(size))
-        model.settle_everywhere()
+    def timed(action: Callable[[], object]) -> float:
+        return _timed(action, device, clock)
 
-    def trip(count: int) -> Callable[[], None]:
-        coordinates = torch.arange(count, device=device) * n // count
-        where = sample.locate(coordinates.to(torch.int32))
-        update = torch.zeros(count, dtype=dtype, device=device)
-
-        def touch() -> None:
-            model.pending_update(where, update)
-            model.absorb(where, update.div_(size))
-            model.settle(where)
-
-        return touch
-
-    stratified = config.explorer if config.explorer not in ("greedy", "leader") else "random"
-    explorer = EXPLORERS[stratified](n, max(explored, 1), config.seed, size, device)
-    outside = torch.arange(n, dtype=torch.int32, device=device)
+    few = min(core, sum(len(group.segments) for group in sample.groups))
+    trip = timed(_trip(model, few, size))
+    units = {
+        "stream": timed(lambda: _stream(model, size)) / n,
+        "touch": max(timed(_trip(model, core, size)) - trip, 0.0) / core,
+        "trip": trip,
+        "draw": timed(_draw(sample, explored, config, size)) / explored,
+    }
     noise = torch.rand(n, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    units["scan"] = timed(lambda: _scan(model, noise, core)) / n
     codec = make_codec(config.value_dtype, dtype, config.rounding, config.seed)
-    message = torch.zeros(codec.nbytes(n), dtype=torch.uint8, device=device)
+    units["code"] = 0.0 if codec.exact else timed(_code(codec, noise)) / n
+    return units
 
-    def draw() -> None:
-        sample.locate(outside.index_select(0, explorer.draw(0, 0).positions))
 
-    def scan() -> None:
-        model.pending_update_everywhere(torch.empty(n, dtype=dtype, device=device)).abs_()
-        indices_of(significance.top_mask(noise, core))
+def _stream(model: GlobalModel, size: int) -> None:
+    update = torch.zeros(model.arena.n, dtype=model.arena.value_dtype, device=model.arena.device)
+    model.pending_update_everywhere(update)
+    model.absorb_everywhere(update.div_(size))
+    model.settle_everywhere()
+
+
+def _trip(model: GlobalModel, count: int, size: int) -> Callable[[], None]:
+    arena = model.arena
+    spread = torch.arange(count, device=arena.device) * arena.n // count
+    where = arena.locate(spread.to(index_dtype(arena.n)))
+    update = torch.zeros(count, dtype=arena.value_dtype, device=arena.device)
+
+    def touch() -> None:
+        model.pending_update(where, update)
+        model.absorb(where, update.div_(size))
+        model.settle(where)
+
+    return touch
+
+
+def _draw(arena: Arena, count: int, config: SlimConfig, size: int) -> Callable[[], object]:
+    # The greatest pending updates are not drawn but found: ``scan``.
+    kind = "random" if config.explorer in ("greedy", "leader") else config.explorer
+    explorer = EXPLORERS[kind](arena.n, count, config.seed, size, arena.device)
+    outside = torch.arange(arena.n, dtype=index_dtype(arena.n), device=arena.device)
+    return lambda: arena.locate(outside.index_select(0, explorer.draw(0, 0).positions))
+
+
+def _scan(model: GlobalModel, noise: torch.Tensor, count: int) -> None:
+    model.pending_update_everywhere(torch.empty_like(noise)).abs_()
+    indices_of(significance.top_mask(noise, count))
+
+
+def _code(codec: ValueCodec, values: torch.Tensor) -> Callable[[], None]:
+    message = torch.zeros(codec.nbytes(values.numel()), dtype=torch.uint8, device=values.device)
 
     def code() -> None:
-        codec.encode(noise, message, 0, 0)
-        codec.decode(message, n)
+        codec.encode(values, message, 0, 0)
+        codec.decode(message, values.numel())
 
-    few = min(core, len(sample.groups[0].segments))
-    trip_seconds = _timed(trip(few), device, clock)
-    return {
-        "stream": _timed(stream, device, clock) / n,
-        "touch": max(_timed(trip(core), device, clock) - trip_seconds, 0.0) / core,
-        "trip": trip_seconds,
-        "draw": _timed(draw, device, clock) / max(explored, 1),
-        "scan": _timed(scan, device, clock) / n,
-        "code": 0.0 if codec.exact else _timed(code, device, clock) / n,
-    }
+    return code
 
 
 def _like(arena: Arena) -> list[tuple[str, torch.Tensor]]:
     """Zeros in the shapes, dtypes and places of the first parameters; the last one cut off."""
-    named, left = [], _SAMPLE
+    named, left = [], PROBED
     for segment in arena.segments():
         if segment.real.numel() > left:
             named.append((segment.name, torch.zeros(left, dtype=segment.real.dtype, device=segment.real.device)))

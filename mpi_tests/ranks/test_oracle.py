@@ -66,8 +66,8 @@ def test_every_round_is_the_oracles(case: Case) -> None:
         gradients = [case.gradient(rank, step, oracle.n) for rank in range(hvd.size())]
         set_gradients(parameters, gradients[hvd.rank()])
         optimizer.step()
-        rounds_before, old = oracle.rounds, oracle.w_bar.copy()
-        oracle.step(lambda k, _: (stepped[-1][k], gradients[k]))  # noqa: B023
+        rounds_before, old = oracle.rounds, oracle.w_bar.copy()  # the oracle works in place
+        oracle.step(lambda k, _: (stepped[-1][k].copy(), gradients[k]))  # noqa: B023
         if oracle.rounds == rounds_before:
             np.testing.assert_array_equal(flatten(parameters), stepped[-1][hvd.rank()])  # no round, no exchange
             continue

@@ -15,7 +15,7 @@ import hvd_slim as hvd
 from hvd_slim.config import VALUE_DTYPES
 from ranks.support import Case, core_of, flatten, gather, global_vector, set_gradients, slim
 
-ROUNDS = 14
+ROUNDS = 8
 PATHS = [
     *itertools.product(("random", "cyclic", "greedy"), ("allgather", "alltoall")),
     ("shared", "allreduce"),
@@ -37,10 +37,10 @@ def options_for(explorer: str, exchange: str, value_dtype: str, rounding: str) -
         "rounding": rounding,
         "comm_fraction": comm,
         "core_fraction": comm * float(rng.choice([0.2, 0.5])),
-        "reselect_every": int(rng.choice([4, 5])),
-        "resync_every": int(rng.choice([0, 6])),
+        "reselect_every": int(rng.choice([3, 4])),
+        "resync_every": int(rng.choice([0, 5])),
         "restore_norm": bool(rng.integers(2)),
-        "warmup_rounds": int(rng.choice([0, 3])),
+        "warmup_rounds": int(rng.choice([0, 2])),
         "warmup": str(rng.choice(["dense", "linear"])),
         "seed": int(rng.integers(2**40)),
     }

@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ K, RANK = hvd.size(), hvd.rank()
 needs_mpi = pytest.mark.skipif(not hvd.mpi_enabled(), reason="launched with Gloo: there is no MPI")
 needs_others = pytest.mark.skipif(K < 2, reason="one rank: nobody to wait for")
 kinds = pytest.mark.parametrize("kind", ["horovod", pytest.param("mpi", marks=needs_mpi)])
+
+PHASES = ("core", "dense", "explorer", "select", "resync")  # of two allreduces, allgather, broadcast, alltoall
 
 _numbers = itertools.count()
 
@@ -58,18 +60,18 @@ class Messages:
             for rng, counts in zip(of_rank, self.counts)
         ]
 
-    def launch(self, transport: Transport) -> dict[str, Pending[Any]]:
-        """One of each collective, all in flight, each under a phase of its own. Collective."""
+    def launch(self, transport: Transport, phases: Sequence[str] = PHASES) -> dict[str, Pending[Any]]:
+        """The collectives of these phases, all in flight. Collective."""
         rank = transport.rank
-        return {
-            "core": transport.allreduce(torch.from_numpy(self.floats[rank]).float(), "core"),
-            "dense": transport.allreduce(torch.from_numpy(self.floats[rank]).clone(), "dense"),
-            "explorer": transport.allgather(self.bytes[rank].clone(), "explorer"),
-            "select": transport.broadcast(self.bytes[rank].clone(), self.root, "select"),
-            "resync": transport.alltoall(
-                torch.cat(self.messages[rank]), self.counts[rank].tolist(), int(self.counts.sum(1).max()), "resync"
-            ),
+        counts, most = self.counts[rank].tolist(), int(self.counts.sum(1).max())
+        launches: dict[str, Callable[[], Pending[Any]]] = {
+            "core": lambda: transport.allreduce(torch.from_numpy(self.floats[rank]).float(), "core"),
+            "dense": lambda: transport.allreduce(torch.from_numpy(self.floats[rank]).clone(), "dense"),
+            "explorer": lambda: transport.allgather(self.bytes[rank].clone(), "explorer"),
+            "select": lambda: transport.broadcast(self.bytes[rank].clone(), self.root, "select"),
+            "resync": lambda: transport.alltoall(torch.cat(self.messages[rank]), counts, most, "resync"),
         }
+        return {phase: launches[phase]() for phase in phases}
 
     def check(self, phase: str, result: Any, rank: int) -> None:
         """The result of the collective launched under ``phase``."""
@@ -254,6 +256,20 @@ def test_process_set(kind: str) -> None:
         transport.close()
     for process_set in sets:
         assert hvd.remove_process_set(process_set)
+
+
+@needs_others
+@kinds
+def test_complete_nowhere_before_all_take_part(kind: str) -> None:
+    """Not even at the root of a broadcast: a rank may end the job after its last collective."""
+    transport, messages = make(kind), Messages(1, most=100)
+    for phase, messages.root in itertools.product(PHASES, range(K)):
+        time.sleep(0.1 if RANK == (messages.root + 1) % K else 0.0)
+        launched = time.monotonic()
+        messages.check(phase, messages.launch(transport, [phase])[phase].wait(), RANK)
+        completed = time.monotonic()  # the same clock for all processes of a machine
+        assert completed > max(float(text) for text in transport.gather_texts(repr(launched)))
+    transport.close()
 
 
 @needs_others

@@ -100,3 +100,10 @@ def test_state_of_a_later_version_is_refused() -> None:
     state["hvd_slim"]["version"] = 99
     with pytest.raises(ValueError, match="version 99"):
         optimizer.load_state_dict(state)
+
+
+def test_counters_go_on_where_they_stopped() -> None:
+    model, optimizer = trained("SGD", 5)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(model, optimizer, 5, 8)
+    assert optimizer.state_dict()["hvd_slim"]["steps"] == 8
