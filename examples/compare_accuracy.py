@@ -9,6 +9,7 @@ comparison goes on where it stopped, and a complete one prints its table at once
 from __future__ import annotations
 
 import argparse
+import signal
 import statistics
 import sys
 from collections.abc import Sequence
@@ -97,6 +98,8 @@ def comparison(runs: dict[tuple[int, str, int], Record], ranks: Sequence[int], s
 
 def main() -> None:
     args = parse_arguments()
+    # An error like any other then, so that the launch is ended too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     args.results = str(Path(args.results).resolve())
     try:
         runs = run_missing(args)

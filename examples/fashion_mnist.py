@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import Parser, RunLog, add_run_options, add_slim_options, on_every_rank, require_at_least, slim_config
+from common import Parser, add_run_options, add_slim_options, on_every_rank, require_at_least, slim_config
 from datasets import DataError, Images, default_folder, read_fashion_mnist
+from runlog import RunLog
 from torch import nn
 
 import hvd_slim as hvd

@@ -40,10 +40,10 @@ class Segment:
         # Not contiguous even in memory order: rows of a wider tensor, say. Coordinates then need their own addresses.
         self.gapped = not permuted.is_contiguous()
         extent = 1 + sum((size - 1) * stride for size, stride in zip(permuted.shape, permuted.stride()))
-        if any(stride == 0 and size > 1 for size, stride in zip(permuted.shape, permuted.stride())):
+        if _overlaps(permuted):
             raise LayoutError(
-                f"parameter {self.name!r} is an expanded tensor (several elements share one address) and cannot be "
-                f"trained in place; make it a tensor of its own with .clone()"
+                f"parameter {self.name!r} is an expanded or overlapping view (several elements share one address) and "
+                f"cannot be trained in place; make it a tensor of its own with .clone()"
             )
         self._permuted = permuted
         #: the parameter's memory as a vector; without gaps, element i is coordinate start + i
@@ -78,6 +78,8 @@ class Segment:
         """Where local coordinates (0 ≤ local < stop − start) lie in ``memory``."""
         if not self.gapped:
             return local
+        if self.memory.numel() > torch.iinfo(torch.int32).max:
+            local = local.long()
         address = torch.zeros_like(local)
         for size, stride in zip(reversed(self._permuted.shape), reversed(self._permuted.stride())):
             address += (local % size) * stride
@@ -89,6 +91,17 @@ class Segment:
         shape = "x".join(map(str, self.parameter.shape)) or "scalar"
         dtype = str(self.parameter.dtype).removeprefix("torch.")
         return f"shape {shape}, dtype {dtype}, dimensions in memory order {list(self.dim_order)}"
+
+
+def _overlaps(permuted: torch.Tensor) -> bool:
+    """Whether elements of a tensor, dimensions from the outermost in memory to the innermost, may share an address."""
+    inner = 0
+    for size, stride in zip(reversed(permuted.shape), reversed(permuted.stride())):
+        if size > 1:
+            if stride <= inner:
+                return True
+            inner += (size - 1) * stride
+    return False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,7 +197,8 @@ class Arena:
 
     def locate(self, coordinates: torch.Tensor) -> Coordinates:
         """Cut an ascending vector of distinct coordinates (int32 or int64) along the segments."""
-        ends = torch.searchsorted(coordinates, self._stops.to(coordinates.dtype)).tolist()
+        # By the last coordinate of each segment: the stops themselves may not fit the dtype of the coordinates.
+        ends = torch.searchsorted(coordinates, (self._stops - 1).to(coordinates.dtype), right=True).tolist()
         pieces = []
         begin, at = 0, 0
         for number, group in enumerate(self.groups):

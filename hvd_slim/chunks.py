@@ -72,3 +72,11 @@ def between(values: torch.Tensor, low: float, high: float) -> tuple[torch.Tensor
         passed += int(np.count_nonzero(over))
         inside.append(array[part][np.flatnonzero((array[part] >= low) ^ over)])
     return torch.from_numpy(np.concatenate(inside)), passed
+
+
+def kth_largest(values: torch.Tensor, k: int) -> float:
+    """The k-th largest of ``values``, 1 ≤ k ≤ their number. Linear on a CPU, also for sorted values."""
+    if values.device.type == "cpu":
+        at = values.numel() - k
+        return float(np.partition(values.numpy(), at)[at])
+    return float(torch.kthvalue(values, values.numel() - k + 1).values)

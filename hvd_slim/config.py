@@ -105,6 +105,7 @@ class SlimConfig:
     def __post_init__(self) -> None:
         for name in ("comm_fraction", "core_fraction"):
             value = _real(name, getattr(self, name))
+            object.__setattr__(self, name, value)  # 1 is 1.0 on another rank
             if not 0.0 < value <= 1.0:
                 raise ValueError(
                     f"{name}={value!r} is outside (0, 1]; give the part of the model as a fraction, 0.3 for 30 %"

@@ -84,8 +84,13 @@ class _Stratified(Explorer):
     def __init__(self, population: int, count: int, seed: int, size: int, device: torch.device) -> None:
         super().__init__(population, count, seed, size, device)
         bounds = (np.arange(count + 1, dtype=np.int64) * population) // max(count, 1)
+        self._longest = int(np.diff(bounds).max(initial=0))
+        if self._longest > torch.iinfo(torch.int32).max:
+            raise ValueError(
+                f"a stratum of {self._longest} coordinates does not fit a four-byte offset; raise comm_fraction or "
+                f"lower core_fraction so that more than {count} of {population} coordinates are explored"
+            )
         self._lengths = np.diff(bounds).astype(np.uint32)
-        self._longest = int(self._lengths.max(initial=0))
         # start + offset + shift stays below 2m.
         self._position_dtype = torch.int32 if 2 * population <= torch.iinfo(torch.int32).max else torch.int64
         self._starts = torch.from_numpy(bounds[:-1]).to(device, self._position_dtype)
@@ -126,11 +131,6 @@ class RandomExplorer(_Stratified):
 
     def __init__(self, population: int, count: int, seed: int, size: int, device: torch.device) -> None:
         super().__init__(population, count, seed, size, device)
-        if self._longest > torch.iinfo(torch.int32).max:
-            raise ValueError(
-                f"a stratum of {self._longest} coordinates does not fit a four-byte offset; raise comm_fraction or "
-                f"lower core_fraction so that more than {count} of {population} coordinates are explored"
-            )
         self.index_dtype = torch.uint8 if self._longest <= 256 else torch.int32
 
     def draw(self, round_number: int, rank: int, magnitude: torch.Tensor | None = None) -> Draw:

@@ -113,8 +113,9 @@ class _Memory:
         n, p, v = self.n, self.p, self.v
         if self.path != "alltoall":
             return (2 if p == v else 3) * v * n
-        pushed = self._put_together(v * n)
-        gathered = self._put_together(self.ranks * aligned(-(-n // self.ranks) * p))
+        pushed = self._put_together(v * n, v * n * self.ranks)
+        rows = self.ranks * aligned(-(-n // self.ranks) * p)
+        gathered = self._put_together(rows, rows)
         return v * n + pushed + v * n / self.ranks + max(8 * n, gathered + p * n + p * n / self.ranks)
 
     def _with_norm(self) -> float:
@@ -148,18 +149,19 @@ class _Memory:
         message = self.pairs.nbytes(e) + ranks * self.pairs.nbytes(0)
         core, merge = self._set(c), (4 * i + 7 * v) * e + unsent
         if self.path == "allgather":
-            gathered = self._put_together(ranks * self.pairs.nbytes(e)) if e else 0
+            rows = ranks * self.pairs.nbytes(e) if e else 0
+            gathered = self._put_together(rows, rows)
             return 2 * i * e + unsent + max(narrow + message, gathered + max(message, core, merge))
-        alive = message + self._put_together(message) + (3 * i + 1 + v) * e + unsent
+        alive = message + self._put_together(message, message * ranks) + (3 * i + 1 + v) * e + unsent
         replies = i * e + 2 * p * e
         return alive + max(narrow, core, self._set(e), replies + max(p * e, merge / ranks))
 
-    def _put_together(self, nbytes: float) -> float:
-        """What a collective brings; twice if it came in pieces."""
-        return nbytes if nbytes * self.ranks <= self.config.max_message_bytes else 2 * nbytes
+    def _put_together(self, nbytes: float, on_all_ranks: float) -> float:
+        """What a collective brings; twice if it comes in pieces."""
+        return nbytes if on_all_ranks <= self.config.max_message_bytes else 2 * nbytes
 
     def _reduction(self, count: int) -> float:
         """Of narrow values, beyond the buffer and what is unsent."""
         wide, coded = self.v * count, self.codec.nbytes(count) + self.ranks * (aligned(self.codec.nbytes(1)) + 24)
-        received = self._put_together(coded)
+        received = self._put_together(coded, coded * self.ranks)
         return max(coded + 3 * wide, 2 * coded + received + wide, received + coded + 2 * wide + 3 * wide / self.ranks)

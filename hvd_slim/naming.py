@@ -22,7 +22,13 @@ def check_named_parameters(
     """
     if named_parameters is None:
         return []
-    named = list(named_parameters)
+    try:
+        named = list(named_parameters)
+    except TypeError:
+        raise ValueError(
+            f"named_parameters={named_parameters!r} is a {type(named_parameters).__name__}; give (name, parameter) "
+            f"pairs, usually model.named_parameters()"
+        ) from None
     for number, pair in enumerate(named):
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)
                 and isinstance(pair[1], torch.Tensor)):  # fmt: skip
@@ -66,5 +72,7 @@ def trainable_parameters(optimizer: torch.optim.Optimizer, named: NamedParameter
 
 
 def _short(value: object) -> str:
-    text = repr(value)
+    if isinstance(value, torch.Tensor):
+        return f"shape {tuple(value.shape)}"
+    text = " ".join(repr(value).split())
     return text if len(text) <= 60 else text[:57] + "..."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,12 +14,14 @@ from hvd_slim.adaptive import is_adaptive
 from hvd_slim.config import SlimConfig
 from hvd_slim.local_step import learning_rates, make_dense, must_skip, unscale
 from hvd_slim.naming import NamedParameters, check_named_parameters, trainable_parameters
-from hvd_slim.synchronizer import Synchronizer
+from hvd_slim.stats import Stats
+from hvd_slim.synchronizer import Synchronizer, check_version, fresh_state
 from hvd_slim.transport import make_transport
 
 _STATE_KEY = "hvd_slim"
 # Optimizers are made in the same order on every rank of a process set, so equal numbers meet.
 _numbers: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)
+_copies: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)
 
 
 class SlimOptimizer:
@@ -30,11 +32,11 @@ class SlimOptimizer:
 
     _slim: _Attachment
 
-    def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+    def step(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped optimizer's step on the local gradient, then one round every ``local_steps`` calls. Collective.
 
         Args:
-            closure: as in torch: evaluated locally by the wrapped optimizer.
+            args, kwargs: the wrapped optimizer's own; a closure is evaluated locally by it.
 
         Returns:
             What the wrapped optimizer's step returns.
@@ -54,7 +56,7 @@ class SlimOptimizer:
         if synchronizer.anywhere(must_skip(optimizer, parameters, slim.config.on_nonfinite)):
             return None
         unscale(optimizer, parameters, _base_of(type(self)))
-        result = super().step(closure, *args, **kwargs)  # type: ignore[misc]
+        result = super().step(*args, **kwargs)  # type: ignore[misc]
         synchronizer.after_step(learning_rates(optimizer))
         return result
 
@@ -95,7 +97,9 @@ class SlimOptimizer:
         then every rank has to enter. ``step()`` inside it is an error. Before the first step the live parameters are
         left as they are.
         """
-        return self._slim.synchronizer().global_parameters()
+        if self._slim.started is None:
+            return contextlib.nullcontext()
+        return self._slim.started.global_parameters()
 
     def stats(self) -> dict[str, Any]:
         """Bytes sent and received, seconds spent, and what dense training would have sent. Not collective.
@@ -104,7 +108,7 @@ class SlimOptimizer:
             Plain values; the keys are the attributes of ``hvd_slim.stats.Stats``, with ``total_bytes_sent``,
             ``total_bytes_received`` (bytes) and ``ratio`` (sent bytes to dense) added.
         """
-        return self._slim.synchronizer().stats.to_dict()
+        return (Stats() if self._slim.started is None else self._slim.started.stats).to_dict()
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state, and under ``"hvd_slim"`` all that an exact resume needs. Not collective.
@@ -113,7 +117,7 @@ class SlimOptimizer:
         optimizer. The result loads into the bare torch optimizer too.
         """
         state = super().state_dict()  # type: ignore[misc]
-        state[_STATE_KEY] = self._slim.synchronizer().state_dict()
+        state[_STATE_KEY] = self._slim.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -123,46 +127,58 @@ class SlimOptimizer:
         """
         bare = {key: value for key, value in state_dict.items() if key != _STATE_KEY}
         super().load_state_dict(bare)  # type: ignore[misc]
-        self._slim.renew()
-        if _STATE_KEY in state_dict:
-            self._slim.synchronizer().load_state_dict(state_dict[_STATE_KEY])
+        self._slim.renew(state_dict.get(_STATE_KEY))
 
     def __reduce__(self) -> Any:
         base_state = super().__getstate__()
-        slim_state = self._slim.synchronizer().state_dict() if self._slim.started else None
-        return _rebuild, (_base_of(type(self)), base_state, self._slim.settings(), slim_state)
+        return _rebuild, (_base_of(type(self)), base_state, self._slim.settings(), self._slim.state_dict())
 
 
 class _Attachment:
-    """What the wrapper remembers: its arguments, and the synchronizer once Horovod is needed."""
+    """What the wrapper remembers: its arguments, and the synchronizer once the first step has come.
+
+    Nothing but ``synchronizer()`` needs Horovod or the other ranks, so that one rank alone may save, load or copy.
+    """
 
     def __init__(
         self, config: SlimConfig, named: NamedParameters, restore_norm: bool, sparse_as_dense: bool, process_set: Any
     ) -> None:
         self.config, self.named, self.restore_norm = config, named, restore_norm
         self.sparse_as_dense, self.process_set = sparse_as_dense, process_set
-        self._synchronizer: Synchronizer | None = None
+        self.number: int | None = None  # of the optimizer among those of its process set; a copy gets one when it steps
+        self.started: Synchronizer | None = None
+        self._loaded: dict[str, Any] | None = None
 
     def settings(self) -> tuple[Any, ...]:
-        return (self.config, self.named, self.restore_norm, self.sparse_as_dense, self.process_set)
+        return self.config, self.named, self.restore_norm, self.sparse_as_dense, self.process_set
 
-    @property
-    def started(self) -> bool:
-        return self._synchronizer is not None
+    def renew(self, state: dict[str, Any] | None = None) -> None:
+        """Forget the run so far, counters of bytes included; the next step goes on from ``state``."""
+        if state is not None:
+            check_version(state)
+        if self.started is not None:
+            self.started.transport.close()
+        self.started, self._loaded = None, state
 
-    def renew(self) -> None:
-        """Forget the run so far; counters of bytes included."""
-        if self._synchronizer is not None:
-            self._synchronizer.transport.close()
-        self._synchronizer = None
+    def state_dict(self) -> dict[str, Any]:
+        if self.started is not None:
+            return self.started.state_dict()
+        return dict(self._loaded) if self._loaded is not None else fresh_state(self.config)
 
     def synchronizer(self) -> Synchronizer:
-        if self._synchronizer is None:
+        """The synchronizer, made at the first call. Collective then."""
+        if self.started is None:
             identity = 0 if self.process_set is None else self.process_set.process_set_id
-            name = f"hvd_slim.{next(_numbers[identity])}"
-            transport = make_transport(self.config, name, self.process_set)
-            self._synchronizer = Synchronizer(self.config, transport, self.restore_norm)
-        return self._synchronizer
+            if self.number is None:
+                kind, number = "copy", next(_copies[identity])
+            else:
+                kind, number = "optimizer", self.number
+            transport = make_transport(self.config, f"hvd_slim.{kind}{number}", self.process_set)
+            self.started = Synchronizer(self.config, transport, self.restore_norm)
+            if self._loaded is not None:
+                self.started.load_state_dict(self._loaded)
+                self._loaded = None
+        return self.started
 
 
 _classes: dict[type, type[torch.optim.Optimizer]] = {}
@@ -188,8 +204,7 @@ def _rebuild(
     optimizer = cls.__new__(cls)
     optimizer.__setstate__(base_state)
     optimizer._slim = _Attachment(*settings)  # type: ignore[attr-defined]
-    if slim_state is not None:
-        optimizer._slim.synchronizer().load_state_dict(slim_state)  # type: ignore[attr-defined]
+    optimizer._slim.renew(slim_state)  # type: ignore[attr-defined]
     return optimizer
 
 
@@ -226,11 +241,15 @@ def DistributedOptimizer(  # noqa: N802  (the name Horovod gave it)
         ValueError, TypeError: an argument is outside its range; the message names value and remedy. The given
             optimizer is unchanged then.
     """
-    import horovod.torch as horovod
+    try:
+        import horovod.torch as horovod
+    except ImportError as error:
+        raise ImportError(f"DistributedOptimizer needs Horovod, which does not import ({error})") from error
 
     process_set = horovod.global_process_set if process_set is None else process_set
     op = horovod.Average if op is None else op
     if not isinstance(compression, SlimConfig):
+        _check_compression(compression)
         return horovod.DistributedOptimizer(
             optimizer,
             named_parameters=named_parameters,
@@ -276,11 +295,23 @@ def DistributedOptimizer(  # noqa: N802  (the name Horovod gave it)
     if restore_norm is None:
         restore_norm = is_adaptive(type(optimizer), optimizer.defaults)
     attachment = _Attachment(compression, named, restore_norm, bool(sparse_as_dense), process_set)
+    attachment.number = next(_numbers[process_set.process_set_id])
     # A scheduler made earlier has put its own mark around the bare step; ours carries that mark itself.
-    optimizer.__dict__.pop("step", None)
+    if hasattr(optimizer.__dict__.get("step"), "_wrapped_by_lr_sched"):
+        del optimizer.__dict__["step"]
     optimizer.__class__ = _slim_class(type(optimizer))
     optimizer._slim = attachment  # type: ignore[attr-defined]
     return optimizer
+
+
+def _check_compression(compression: Any) -> None:
+    if compression is SlimConfig:
+        raise TypeError("compression=Compression.slim lacks its brackets; write Compression.slim()")
+    if compression is not None and not hasattr(compression, "compress"):
+        raise TypeError(
+            f"compression={compression!r} is a {type(compression).__name__}; give Compression.none, Compression.fp16 "
+            f"or Compression.slim(...)"
+        )
 
 
 def _check_passes(passes: int) -> None:

@@ -81,11 +81,11 @@ class Network:
     broadcast: Link
     hop: float = 0.0
     stream: float = 4e-9
-    touch: float = 12e-9
+    touch: float = 13e-9
     trip: float = 2e-4
     draw: float = 10e-9
-    scan: float = 8e-9
-    code: float = 4e-9
+    scan: float = 4e-9
+    code: float = 2e-9
 
     @classmethod
     def uniform(cls, bandwidth: float, latency: float = 50e-6, hop: float = 5e-6, **work: float) -> Network:
@@ -274,7 +274,7 @@ class _CostModel:
         if path == "allreduce":
             collectives = self._reduction(self.core + explored, exact)
             if self.config.explorer == "leader" and explored:
-                collectives.append(self._broadcast(explored * index_dtype(self.n).itemsize))
+                collectives.append(self._broadcast(explored * index_dtype(self.n - self.core).itemsize))
             return collectives
         collectives = self._reduction(self.core, exact)
         if explored and path == "allgather":

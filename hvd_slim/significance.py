@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from hvd_slim.arena import Arena
-from hvd_slim.chunks import at_least, between, chunks, count_true, equal_to, indices_of
+from hvd_slim.chunks import at_least, between, chunks, count_true, equal_to, indices_of, kth_largest
 
 _SAMPLE = 1 << 16
 _MARGIN = 5.0  # standard deviations of the sampled rank that the bracket keeps on either side
@@ -51,14 +51,11 @@ def _combine(
     normalize: bool,
 ) -> torch.Tensor:
     """The significance of (weight, gradient) stretches one after the other, in ``score``."""
-    scale, factor, finite = 1.0, gradient_weight, False
+    scale = gradient_scale = 1.0
     if normalize:
-        gradients = [gradient for _, gradient in pairs if gradient is not None]
-        weight_scale, weights_finite = _root_mean_square([weight for weight, _ in pairs], score.numel())
-        gradient_scale, gradients_finite = _root_mean_square(gradients, score.numel())
-        scale = weight_scale if weight_scale > 0.0 else 1.0
-        factor = gradient_weight / gradient_scale if gradient_scale > 0.0 else 0.0
-        finite = weights_finite and gradients_finite
+        n = score.numel()
+        scale = _root_mean_square([weight for weight, _ in pairs], n) or 1.0
+        gradient_scale = _root_mean_square([gradient for _, gradient in pairs if gradient is not None], n) or 1.0
     begin = 0
     for weight, gradient in pairs:
         for part in chunks(weight.numel(), weight.device):
@@ -66,31 +63,28 @@ def _combine(
             out.copy_(weight[part]).abs_()
             if scale != 1.0:
                 out.div_(scale)
-            if gradient is not None and factor != 0.0:
-                out.add_(gradient[part].to(out.device, out.dtype).abs().mul_(factor))
-            if not finite:
-                out.nan_to_num_(nan=float("inf"), posinf=float("inf"))
+            if gradient is not None and gradient_weight != 0.0:
+                slope = gradient[part].to(out.device, out.dtype).abs()
+                if gradient_scale != 1.0:
+                    slope.div_(gradient_scale)
+                out.add_(slope.mul_(gradient_weight))
+            out.nan_to_num_(nan=float("inf"), posinf=float("inf"))
         begin += weight.numel()
     return score
 
 
-def _root_mean_square(stretches: Sequence[torch.Tensor], n: int) -> tuple[float, bool]:
-    """RMS over ``n`` values, those not in ``stretches`` being 0, taken in float64; and whether all are finite.
-
-    0 if every value is 0, or one is not finite.
-    """
+def _root_mean_square(stretches: Sequence[torch.Tensor], n: int) -> float:
+    """RMS over ``n`` values, those not in ``stretches`` being 0, taken in float64; 0 if all are 0 or some not finite."""
     squares = sum(
         _norm(stretch[part]) ** 2 for stretch in stretches for part in chunks(stretch.numel(), stretch.device)
     )
     if 0.0 < squares < float("inf"):
-        return float(squares / n) ** 0.5, True
+        return float(squares / n) ** 0.5
     # Squares that overflowed or vanished: relative to the largest value.
     largest = max((float(stretch.abs().max()) for stretch in stretches if stretch.numel()), default=0.0)
-    if not largest < float("inf"):
-        return 0.0, False
-    if largest == 0.0:
-        return 0.0, True
-    return largest * sum(_norm(stretch / largest) ** 2 for stretch in stretches) ** 0.5 / float(n) ** 0.5, True
+    if not 0.0 < largest < float("inf"):
+        return 0.0
+    return largest * sum(_norm(stretch / largest) ** 2 for stretch in stretches) ** 0.5 / float(n) ** 0.5
 
 
 def _norm(values: torch.Tensor) -> float:
@@ -136,10 +130,11 @@ def _kth_largest(score: torch.Tensor, k: int) -> tuple[float, int]:
         sample = score[:: n // _SAMPLE].sort(descending=True).values
         expected = k / n * sample.numel()
         margin = _MARGIN * (sample.numel() * (k / n) * (1 - k / n)) ** 0.5 + 1
-        high = float(sample[max(0, int(expected - margin))])
-        low = float(sample[min(sample.numel() - 1, int(expected + margin))])
+        first, last = int(expected - margin), int(expected + margin)
+        high = float(sample[first]) if first >= 0 else float("inf")
+        low = float(sample[last]) if last < sample.numel() else float("-inf")
         bracket, passed = between(score, low, high)
         if passed < k <= passed + bracket.numel():
             score, above = bracket, passed
-    threshold = float(torch.kthvalue(score, score.numel() - (k - above) + 1).values)
+    threshold = kth_largest(score, k - above)
     return threshold, above + count_true(at_least(score, threshold))

@@ -24,7 +24,22 @@ from hvd_slim.transport.base import Transport
 
 log = logging.getLogger("hvd_slim")
 
+_VERSION = 1
+
 NamedParameters = Sequence[tuple[str, torch.Tensor]]
+
+
+def check_version(state: dict[str, Any]) -> None:
+    """Raise ValueError if ``state`` is not of this version."""
+    if state.get("version") != _VERSION:
+        raise ValueError(
+            f"hvd_slim state of version {state.get('version')!r} cannot be read; this is version {_VERSION}"
+        )
+
+
+def fresh_state(config: SlimConfig) -> dict[str, Any]:
+    """The state of a run that has not begun."""
+    return {"version": _VERSION, "config": config.to_dict(), "steps": 0, "rounds": 0, "selections": 0}
 
 
 class Synchronizer:
@@ -244,7 +259,7 @@ class Synchronizer:
         """All that an exact resume needs beside the live parameters. Not collective; tensors are copies."""
         if self._restored is not None:
             return dict(self._restored)
-        state: dict[str, Any] = {"version": 1, "config": self.config.to_dict(), **self._counters()}
+        state: dict[str, Any] = {**fresh_state(self.config), **self._counters()}
         if self._exchange is not None:
             if self._swapped:
                 raise RuntimeError("state_dict() inside global_parameters(): leave the context, then save")
@@ -259,8 +274,7 @@ class Synchronizer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a run where ``state_dict`` left it, from the next step on. Not collective."""
-        if state.get("version") != 1:
-            raise ValueError(f"hvd_slim state of version {state.get('version')!r} cannot be read; this is version 1")
+        check_version(state)
         self.steps, self.rounds, self.selections = (state["steps"], state["rounds"], state["selections"])
         self._restored, self._named, self._exchange, self._core = (dict(state), (), None, None)
         self._path = state.get("path") if state.get("size") == self.transport.size else None

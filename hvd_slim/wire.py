@@ -68,7 +68,8 @@ def pack_set(mask: torch.Tensor) -> torch.Tensor:
     n, mask = mask.numel(), mask.cpu()
     if set_nbytes(count_true(mask), n) == _bitmap_nbytes(n):
         return torch.from_numpy(np.packbits(mask.numpy(), bitorder="little"))
-    return indices_of(mask).view(torch.uint8)
+    indices = indices_of(mask)
+    return indices.view(torch.uint8) if indices.numel() else torch.empty(0, dtype=torch.uint8)
 
 
 def unpack_set(data: torch.Tensor, count: int, n: int) -> torch.Tensor:

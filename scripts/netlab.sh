@@ -36,6 +36,7 @@ SEGMENT=1448
 BURST_SECONDS=0.0002
 MOST_FRAMES=45 # what the kernel sends at once, 64 KB
 QUEUE=50ms     # what a port holds before it drops
+PORT_BURSTS=4  # A switch port makes up for its timer being late; what reaches it was held to the rate by the sender.
 
 say() { printf 'netlab: %s\n' "$*" >&2; }
 refuse() { say "$*"; exit 2; }
@@ -58,7 +59,8 @@ require_tools() {
     local tool
     [ "$(id -u)" = 0 ] || refuse "network namespaces need root; run this as root"
     for tool in ip tc unshare hostname flock; do
-        command -v "$tool" >/dev/null || refuse "needs $tool, which is not here (Debian: iproute2, util-linux, hostname)"
+        command -v "$tool" >/dev/null ||
+            refuse "needs $tool, which is not here (Debian: iproute2, util-linux, hostname)"
     done
 }
 
@@ -86,15 +88,16 @@ make_namespace() {
     cp "$STATE/names" "/etc/netns/$name/hosts"
 }
 
-# One direction of a link: what the namespace sends through the device.
+# One direction of a link: what the namespace sends through the device, with so many bursts saved up at most.
 shape() {
-    local name="$1" device="$2" bits="$3" frames
+    local name="$1" device="$2" bits="$3" bursts="$4" frames burst
     frames="$(awk -v bits="$bits" -v seconds="$BURST_SECONDS" -v frame="$FRAME" -v most="$MOST_FRAMES" \
         'BEGIN { n = int(bits * seconds / 8 / frame); print (n < 2 ? 2 : (n > most ? most : n)) }')"
     # The kernel must not send more at once than the burst, or tbf cuts it up, one frame at a time.
     [ "$frames" = "$MOST_FRAMES" ] || ip -n "$name" link set dev "$device" gso_max_size $((frames * SEGMENT + 400))
     # One frame to spare, and the microsecond that tc rounds down.
-    tc -n "$name" qdisc add dev "$device" root tbf latency "$QUEUE" burst $(((frames + 1) * FRAME + bits / 8000000)) \
+    burst=$(((bursts * frames + 1) * FRAME + bits / 8000000))
+    tc -n "$name" qdisc add dev "$device" root tbf latency "$QUEUE" burst "$burst" \
         rate "$(awk -v bits="$bits" -v a="$FRAME" -v b="$FRAME_ON_WIRE" 'BEGIN { printf "%.0fbit", bits * a / b }')"
 }
 
@@ -118,8 +121,8 @@ make_lab() {
         ip -n "$host" address add "$(address "$number")/24" dev "$INTERFACE"
         ip -n "$host" link set "$INTERFACE" up
         if [ "$bits" != 0 ]; then
-            shape "$host" "$INTERFACE" "$bits"
-            shape "$switch" "port$number" "$bits"
+            shape "$host" "$INTERFACE" "$bits" 1
+            shape "$switch" "port$number" "$bits" "$PORT_BURSTS"
         fi
     done
     # mpirun's way into a host, in the place of ssh.
@@ -138,6 +141,7 @@ bits_per_second() {
 }
 
 # Called when the shell leaves before the lab is complete: by a signal, or because a command failed.
+# shellcheck disable=SC2317,SC2329
 give_up() {
     local status=$? reason=""
     trap - EXIT
@@ -153,7 +157,8 @@ up() {
         refuse "HOSTS $hosts: give a whole number from 1 to $MOST_HOSTS"
     bits="$(bits_per_second "$rate")" || refuse "RATE $rate: give 1gbit, 50mbit, 64kbit (to 1000gbit) or unshaped"
     require_tools
-    mkdir "$STATE" 2>/dev/null || refuse "lab \"$NAME\" is up already, or $STATE cannot be made; netlab.sh down removes it"
+    mkdir "$STATE" 2>/dev/null ||
+        refuse "lab \"$NAME\" is up already, or $STATE cannot be made; netlab.sh down removes it"
     trap 'exit 130' INT
     trap 'exit 143' TERM HUP
     trap give_up EXIT
@@ -283,60 +288,65 @@ list() {
 
 # -------------------------------------------------------------------------------------------------------------------
 
-LIMIT=300
-GIVEN_NAME=""
-VERB=""
-set_name lab
-while true; do
-    case "${1:-}" in
-        --name)
-            [ $# -ge 2 ] || usage
-            GIVEN_NAME="$2"
-            set_name "$2"
-            shift 2 ;;
-        --limit)
-            [ $# -ge 2 ] || usage
-            LIMIT="$2"
-            shift 2 ;;
-        *)
-            [ -z "$VERB" ] || break
-            [ $# -ge 1 ] || usage
-            VERB="$1"
-            shift ;;
-    esac
-done
-[[ "$LIMIT" =~ ^[0-9]+(\.[0-9]+)?$ ]] || refuse "--limit $LIMIT: give a number of seconds"
+main() {
+    LIMIT=300
+    GIVEN_NAME=""
+    VERB=""
+    set_name lab
+    while true; do
+        case "${1:-}" in
+            --name)
+                [ $# -ge 2 ] || usage
+                GIVEN_NAME="$2"
+                set_name "$2"
+                shift 2 ;;
+            --limit)
+                [ $# -ge 2 ] || usage
+                LIMIT="$2"
+                shift 2 ;;
+            *)
+                [ -z "$VERB" ] || break
+                [ $# -ge 1 ] || usage
+                VERB="$1"
+                shift ;;
+        esac
+    done
+    [[ "$LIMIT" =~ ^[0-9]+(\.[0-9]+)?$ ]] || refuse "--limit $LIMIT: give a number of seconds"
 
-case "$VERB" in
-    up)
-        [ $# = 2 ] || usage
-        up "$@" ;;
-    run)
-        [ "${1:-}" != -- ] || shift
-        [ $# -ge 1 ] || usage
-        run "$LIMIT" "$@" ;;
-    enter)
-        [ $# -ge 2 ] || usage
-        require_tools
-        require_up
-        on_host "$@" ;;
-    counters)
-        [ $# = 0 ] || usage
-        counters ;;
-    down)
-        [ $# = 0 ] || usage
-        down ;;
-    list)
-        [ $# = 0 ] || usage
-        list ;;
-    with)
-        [ $# -ge 4 ] && [ "$3" = -- ] || usage
-        [ -n "$GIVEN_NAME" ] || set_name "with$$"
-        up "$1" "$2"
-        trap down EXIT
-        trap 'exit 130' INT
-        trap 'exit 143' TERM HUP
-        shift 3
-        run "$LIMIT" "$@" ;;
-    *) usage ;;
-esac
+    case "$VERB" in
+        up)
+            [ $# = 2 ] || usage
+            up "$@" ;;
+        run)
+            [ "${1:-}" != -- ] || shift
+            [ $# -ge 1 ] || usage
+            run "$LIMIT" "$@" ;;
+        enter)
+            [ $# -ge 2 ] || usage
+            require_tools
+            require_up
+            on_host "$@" ;;
+        counters)
+            [ $# = 0 ] || usage
+            counters ;;
+        down)
+            [ $# = 0 ] || usage
+            down ;;
+        list)
+            [ $# = 0 ] || usage
+            list ;;
+        with)
+            [ $# -ge 4 ] && [ "$3" = -- ] || usage
+            [ -n "$GIVEN_NAME" ] || set_name "with$$"
+            up "$1" "$2"
+            trap down EXIT
+            trap 'exit 130' INT
+            trap 'exit 143' TERM HUP
+            shift 3
+            run "$LIMIT" "$@" ;;
+        *) usage ;;
+    esac
+}
+
+# Read as a whole before it runs, so that the file may be edited meanwhile.
+main "$@"; exit

@@ -51,7 +51,8 @@ SCRATCH="$(mktemp -d "$OUT/.quickstart.XXXXXX")"
 LAUNCH=""
 clean_up() {
     if [ -n "$LAUNCH" ]; then
-        kill "$LAUNCH" 2>/dev/null && wait "$LAUNCH"
+        kill "$LAUNCH" 2>/dev/null || true
+        wait "$LAUNCH" || true
     fi
     rm -rf "$SCRATCH"
 }

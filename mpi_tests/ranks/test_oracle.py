@@ -23,7 +23,7 @@ from ranks.support import (
 )
 
 ROUNDS = 50
-ENOUGH_SLACK = 1e-4  # in S; a hundred times what differs between simulation and run after fifty rounds
+ENOUGH_SLACK = 1e-4  # in S; ten times what differed at most between simulation and run after fifty rounds
 
 CASES = [
     Case("reference setting", 1, {}),
@@ -87,13 +87,14 @@ def test_every_round_is_the_oracles(case: Case) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_fifty_rounds_are_the_oracles(case: Case) -> None:
-    """Left to themselves from the same start, simulation and run stay together.
+    """Left to themselves from the same start, simulation and run stay together, each coordinate for itself.
 
     On one and two ranks to the bit. On more, an allreduce adds in its own order. A difference once made in w̄ or in a
     pending update u is carried along, never amplified: what is sent moves from the u's, each divided by K, into w̄.
     So the differences of all rounds at most add up. In a round a number is rounded at most 5p + 4K + 4 times (five
     in a step of SGD; for each rank's share: divide, add to w̄, subtract w̄, add it again; core: subtract, add, divide,
-    add), each time by at most η times the largest number there is, in the simulation and in the run.
+    add), in the simulation and in the run, each time by at most η = 2⁻²⁴ times a difference of two values that the
+    coordinate has had: 4η times the largest of them.
 
     The oracle's own choices must not hang on a difference of that kind: a seed with which they do is passed over.
     """
@@ -102,7 +103,7 @@ def test_fifty_rounds_are_the_oracles(case: Case) -> None:
     parameters = list(named.values())
     optimizer = slim(named, MomentumSGD.torch(parameters), **case.options)
     oracle, sgd = Oracle(starts, **case.options), MomentumSGD(hvd.size())
-    largest = 0.0
+    largest = np.zeros(oracle.n)
 
     for step in range(ROUNDS * oracle.local_steps):
         set_gradients(parameters, case.gradient(hvd.rank(), step, oracle.n))
@@ -110,14 +111,13 @@ def test_fifty_rounds_are_the_oracles(case: Case) -> None:
         advance(oracle, sgd, case, step)
         if oracle.steps % oracle.local_steps == 0 and hvd.size() > 1:
             check_sets(oracle, optimizer)
-        largest = max([largest, *(float(np.abs(vector).max()) for vector in [oracle.w_bar, *oracle.w])])
+        largest = np.abs(np.stack([largest, oracle.w_bar, *oracle.w])).max(axis=0)
 
     roundings = ROUNDS * (5 * oracle.local_steps + 4 * hvd.size() + 4)
-    bound = 0.0 if hvd.size() <= 2 else 2 * UNIT_ROUNDOFF * roundings * largest
-    live_error = np.abs(flatten(parameters) - oracle.w[hvd.rank()]).max()
-    assert live_error <= bound
+    bound = (0.0 if hvd.size() <= 2 else 4 * UNIT_ROUNDOFF * roundings) * largest
+    assert np.all(np.abs(flatten(parameters) - oracle.w[hvd.rank()]) <= bound)
     if hvd.size() > 1:
-        assert np.abs(global_vector(optimizer, parameters) - oracle.w_bar).max() <= bound
+        assert np.all(np.abs(global_vector(optimizer, parameters) - oracle.w_bar) <= bound)
 
 
 def decided(case: Case) -> Iterator[tuple[Case, list[np.ndarray]]]:

@@ -74,17 +74,28 @@ class ReplayingTransport(Transport):
         return self._in_place(tensor)
 
     def _allgather(self, tensor: torch.Tensor, name: str) -> Pending[torch.Tensor]:
-        # What is sent has to stay until it is sent.
-        result, sent = next(self._results), [tensor]
-        return Pending(lambda: (result.clone(), sent.clear())[0])
+        return _arriving(tensor, next(self._results))
 
     def _alltoall(self, tensor: torch.Tensor, counts: list[int], name: str) -> Pending[Received]:
-        (data, received), sent = next(self._results), [tensor]
-        return Pending(lambda: ((data.clone(), received), sent.clear())[0])
+        data, received = next(self._results)
+        arriving = _arriving(tensor, data)
+        return Pending(lambda: (arriving.wait(), received))
 
     def gather_texts(self, text: str) -> list[str]:
         """What was recorded."""
         return next(self._results)
+
+
+def _arriving(sent: torch.Tensor, result: torch.Tensor) -> Pending[torch.Tensor]:
+    """A copy of ``result``, to come. What is sent stays until then."""
+    sending = [sent]
+
+    def wait() -> torch.Tensor:
+        arrived = result.clone()
+        sending.clear()
+        return arrived
+
+    return Pending(wait)
 
 
 class _NumpyWatch(TorchDispatchMode):

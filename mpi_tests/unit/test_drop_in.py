@@ -135,9 +135,7 @@ def test_hooks_run_exactly_once_and_see_what_they_would_see() -> None:
     optimizer = slim(bare, model)
     optimizer.register_step_pre_hook(lambda o, args, kwargs: calls.append(("pre", args[1:], kwargs)))
     optimizer.register_step_post_hook(lambda o, args, kwargs: calls.append(("post", args[1:], kwargs)))
-    every = register_optimizer_step_post_hook(
-        lambda o, args, kwargs: calls.append(("global", args[1:], kwargs))
-    )
+    every = register_optimizer_step_post_hook(lambda o, args, kwargs: calls.append(("global", args[1:], kwargs)))
     try:
         train(model, optimizer, 0, 1)
     finally:

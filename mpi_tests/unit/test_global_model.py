@@ -105,9 +105,7 @@ def test_settle(case: Case) -> None:
 def test_settle_what_could_not_be_sent(case: Case) -> None:
     """w_k = w̄ + unsent, rounded once to the parameter's dtype; at the set, and everywhere."""
     case.model.settle(case.where, case.change)
-    case.expect(
-        rounded(case.arena, case.w.index_copy(0, case.index, case.w_bar[case.index] + case.change)), case.w_bar
-    )
+    case.expect(rounded(case.arena, case.w.index_copy(0, case.index, case.w_bar[case.index] + case.change)), case.w_bar)
     unsent = torch.randn(case.arena.n, dtype=case.arena.value_dtype) * 0.01
     case.model.settle_everywhere(unsent)
     case.expect(rounded(case.arena, case.w_bar + unsent), case.w_bar)

@@ -28,9 +28,7 @@ def some_indices(count: int, index: torch.dtype | None) -> torch.Tensor | None:
 
 
 @given(codecs, st.sampled_from(INDICES), st.integers(0, 100), st.integers(1, 4), st.integers(0, 2**40))
-def test_pairs_round_trip(
-    codec: ValueCodec, index: torch.dtype | None, count: int, ranks: int, first: int
-) -> None:
+def test_pairs_round_trip(codec: ValueCodec, index: torch.dtype | None, count: int, ranks: int, first: int) -> None:
     """What each rank writes into its message is found in the gathered messages: indices to the bit, values as the
     codec alone would give them, at any width of either."""
     pairs = PairFormat(codec, index)

@@ -20,7 +20,6 @@ STUBS = {
 }
 
 
-
 def run(code: str, horovod: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run ``code`` as a script in a process in which ``horovod.torch`` is the stub."""
     package = folder / "horovod" / "torch"
