@@ -24,41 +24,44 @@ class Segment:
 
     def __init__(self, name: str, parameter: torch.Tensor, start: int) -> None:
         self.name, self.parameter, self.start = name, parameter, start
-        self._view()
-        self.stop = start + self.real.numel()
+        real = _real(parameter)
+        #: dimensions from the outermost in memory to the innermost, as they were at first
+        self.dim_order = tuple(sorted(range(real.dim()), key=lambda d: (real.stride(d), real.size(d)), reverse=True))
+        self._view(real)
+        self.stop = start + real.numel()
 
-    def _view(self) -> None:
-        data = self.parameter.detach()
-        self.real = torch.view_as_real(data) if data.is_complex() else data
-        self._address = data.data_ptr()
-        self._strides = data.stride()
-        #: dimensions from the outermost in memory to the innermost
-        self.dim_order = tuple(
-            sorted(range(self.real.dim()), key=lambda d: (self.real.stride(d), self.real.size(d)), reverse=True)
-        )
-        permuted = self.real.permute(self.dim_order)
-        # Not contiguous even in memory order: rows of a wider tensor, say. Coordinates then need their own addresses.
-        self.gapped = not permuted.is_contiguous()
-        extent = 1 + sum((size - 1) * stride for size, stride in zip(permuted.shape, permuted.stride()))
-        if _overlaps(permuted):
+    def _view(self, real: torch.Tensor) -> None:
+        if _overlaps(real):
             raise LayoutError(
                 f"parameter {self.name!r} is an expanded or overlapping view (several elements share one address) and "
                 f"cannot be trained in place; make it a tensor of its own with .clone()"
             )
-        self._permuted = permuted
+        permuted = real.permute(self.dim_order)
+        # Not contiguous in coordinate order: rows of a wider tensor, say. Coordinates then need their own addresses.
+        self.gapped = not permuted.is_contiguous()
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(permuted.shape, permuted.stride()))
+        self.real, self._permuted = real, permuted
+        self._address, self._strides = real.data_ptr(), real.stride()
         #: the parameter's memory as a vector; without gaps, element i is coordinate start + i
-        self.memory = self.real.as_strided((extent if self.real.numel() else 0,), (1,))
+        self.memory = real.as_strided((extent if real.numel() else 0,), (1,))
 
-    def refresh(self) -> bool:
-        """Look at the parameter again if its memory was exchanged under it. False if it no longer fits its stretch."""
-        parameter = self.parameter
-        if parameter.data_ptr() == self._address and parameter.stride() == self._strides:
-            return True
-        dtype, device, order, count = (self.real.dtype, self.real.device, self.dim_order, self.real.numel())
-        self._view()
-        return (dtype, device, order, count) == (
-            self.real.dtype, self.real.device, self.dim_order, self.real.numel(),
-        )  # fmt: skip
+    def refresh(self) -> tuple[bool, bool]:
+        """Look at the parameter again if its memory was exchanged under it.
+
+        Returns:
+            (whether it still fits its stretch, whether coordinates now have other addresses). Coordinates keep their
+            numbers when only the strides change.
+        """
+        parameter, old, strides = self.parameter, self.real, self._strides
+        if parameter.data_ptr() == self._address and parameter.dtype.to_real() == old.dtype:
+            real = _real(parameter)
+            if real.stride() == strides and real.shape == old.shape:
+                return True, False
+        real = _real(parameter)
+        if (real.dtype, real.device, real.shape) != (old.dtype, old.device, old.shape):
+            return False, False
+        self._view(real)
+        return True, real.stride() != strides
 
     def flatten(self, like_parameter: torch.Tensor) -> torch.Tensor:
         """A tensor of the parameter's shape (a gradient, say) as a vector in this segment's coordinate order."""
@@ -88,15 +91,24 @@ class Segment:
 
     def describe(self) -> str:
         """What must be equal on all ranks, in one line."""
-        shape = "x".join(map(str, self.parameter.shape)) or "scalar"
-        dtype = str(self.parameter.dtype).removeprefix("torch.")
-        return f"shape {shape}, dtype {dtype}, dimensions in memory order {list(self.dim_order)}"
+        return f"{describe_parameter(self.parameter)}, dimensions in memory order {list(self.dim_order)}"
 
 
-def _overlaps(permuted: torch.Tensor) -> bool:
-    """Whether elements of a tensor, dimensions from the outermost in memory to the innermost, may share an address."""
+def describe_parameter(parameter: torch.Tensor) -> str:
+    """Shape and dtype, in one line."""
+    shape = "x".join(map(str, parameter.shape)) or "scalar"
+    return f"shape {shape}, dtype {str(parameter.dtype).removeprefix('torch.')}"
+
+
+def _real(parameter: torch.Tensor) -> torch.Tensor:
+    data = parameter.detach()
+    return torch.view_as_real(data) if data.is_complex() else data
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether elements may share an address."""
     inner = 0
-    for size, stride in zip(reversed(permuted.shape), reversed(permuted.stride())):
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
         if size > 1:
             if stride <= inner:
                 return True
@@ -175,6 +187,8 @@ class Arena:
         wide = any(group.dtype == torch.float64 for group in groups)
         self.value_dtype = torch.float64 if wide else torch.float32
         self._segments = tuple(self.segments())
+        #: grows when coordinates get other addresses, which makes what ``locate`` gave before useless
+        self.layout_version = 0
         self._stops = torch.tensor([segment.stop for segment in self._segments], device=self.device)
 
     def segments(self) -> Iterator[Segment]:
@@ -184,8 +198,9 @@ class Arena:
 
     def refresh(self) -> bool:
         """Follow tensors whose memory was exchanged. False if one no longer fits its stretch of coordinates."""
-        fits = [segment.refresh() for segment in self._segments]
-        return all(fits)
+        seen = [segment.refresh() for segment in self._segments]
+        self.layout_version += any(moved for _, moved in seen)
+        return all(fits for fits, _ in seen)
 
     def is_finite(self) -> bool:
         """Whether every live parameter is finite. Reads each once."""

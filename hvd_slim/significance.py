@@ -74,7 +74,7 @@ def _combine(
 
 
 def _root_mean_square(stretches: Sequence[torch.Tensor], n: int) -> float:
-    """RMS over ``n`` values, those not in ``stretches`` being 0, taken in float64; 0 if all are 0 or some not finite."""
+    """RMS over ``n`` values, those not in ``stretches`` being 0, in float64; 0 if all are 0 or some not finite."""
     squares = sum(
         _norm(stretch[part]) ** 2 for stretch in stretches for part in chunks(stretch.numel(), stretch.device)
     )

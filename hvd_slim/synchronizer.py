@@ -14,7 +14,7 @@ import torch
 
 from hvd_slim import planner, probe, significance, wire
 from hvd_slim.agreement import RankMismatchError, are_equal, require_equal
-from hvd_slim.arena import Arena, LayoutError
+from hvd_slim.arena import Arena, LayoutError, describe_parameter
 from hvd_slim.config import SlimConfig
 from hvd_slim.exchange import PATHS
 from hvd_slim.exchange.base import Exchange, SlimExchange
@@ -149,6 +149,7 @@ class Synchronizer:
         if must_resync or (config.resync_every and (number + 1) % config.resync_every == 0):
             self.resync()
         else:
+            exchange.follow_layout()
             exchange.set_explorer_count(config.explorer_count(exchange.arena.n, number))
             exchange.exchange(number)
 
@@ -161,6 +162,8 @@ class Synchronizer:
         facts.append(("the round to start from", str((self._restored or self._counters())["rounds"])))
         facts.append(("the path of the run so far", repr(self._path)))
         problem: LayoutError | None = None
+        # In the optimizer's order first: the arena's depends on dtypes and would hide which one differs.
+        facts += [(f"parameter {name!r}", describe_parameter(parameter)) for name, parameter in trainable]
         try:
             arena = Arena(trainable)
             facts += arena.describe()
@@ -240,7 +243,8 @@ class Synchronizer:
         if self._swapped or self._exchange is None:
             yield
             return
-        self._exchange.arena.refresh()
+        if not self._exchange.arena.refresh():
+            raise RuntimeError("a parameter has another shape, dtype or device than at the last step; step first")
         model = self._exchange.whole_model()
         model.swap_with_live()
         self._swapped = True

@@ -83,7 +83,7 @@ class PathOracle(Oracle):
                 squares = [float(np.dot(x.astype(np.float64), x)) for x in u]
                 slices = np.split(change, self.slices(self.n)[1:-1])
                 change *= np.float32(self.gamma(sum(squares), sum(float(np.dot(s.astype(float), s)) for s in slices)))
-            r: list[Vector] = [np.float32(0)] * self.K
+            r = [np.zeros(self.n, np.float32) for _ in u]
             self.exactly_summed = np.arange(0)
         else:
             change, r, _ = self.reduce(u, value_dtype, self.n if restore_norm else 0)

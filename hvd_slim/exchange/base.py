@@ -73,14 +73,25 @@ class SlimExchange(Exchange):
         #: of explorer messages, for stochastic rounding; a reduction numbers its own from 0 to K
         self.first_message = transport.size + 1
         self.core: Coordinates = Coordinates(0, ())
-        self._outside = torch.empty(0)
+        self._outside = self._core_indices = torch.empty(0)
+        self._layout_version = 0
         self.explorer = self._make_explorer(config.explorer_count(self.arena.n))
 
     def set_core(self, core: torch.Tensor) -> None:
         """Use ``core``, the marks (bool, shape (n,)) of the core set, from now on."""
         core = core.to(self.arena.device)
-        self.core = self.arena.locate(indices_of(core))
+        self._core_indices = indices_of(core)
+        self._locate_core()
         self._outside = indices_of(~core)
+
+    def _locate_core(self) -> None:
+        self.core = self.arena.locate(self._core_indices)
+        self._layout_version = self.arena.layout_version
+
+    def follow_layout(self) -> None:
+        """Find the core again if parameters' memory was exchanged. Not collective."""
+        if self._layout_version != self.arena.layout_version:
+            self._locate_core()
 
     def set_explorer_count(self, count: int) -> None:
         """Explore ``count`` coordinates from now on."""

@@ -72,7 +72,7 @@ def test_every_round_is_the_oracles(
         set_gradients(parameters, gradients[hvd.rank()])
         optimizer.step()
         bases = [base.copy() for base in oracle.base]
-        oracle.step(lambda k, _: (stepped[-1][k], gradients[k]))  # noqa: B023
+        oracle.step(lambda k, _: (stepped[-1][k].copy(), gradients[k]))  # noqa: B023
         if hvd.size() == 1:
             np.testing.assert_array_equal(flatten(parameters), stepped[-1][0])
             continue
