@@ -40,8 +40,11 @@ def _ten_steps(optimizer_class: type[torch.optim.Optimizer], defaults: dict[str,
     # Zeros, so that the way is read without rounding; two dimensions for optimizers that want matrices.
     parameter = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.float64))
     optimizer = optimizer_class([parameter], **settings)
+    step: Any = optimizer_class.step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__  # without the hooks that a user may have put on every optimizer
     gradient = torch.tensor([[1.0, -0.5], [0.25, 2.0]], dtype=torch.float64) * scale
     for _ in range(_STEPS):
         parameter.grad = gradient.to_sparse() if optimizer_class is torch.optim.SparseAdam else gradient.clone()
-        optimizer.step()
+        step(optimizer)
     return parameter.detach().clone()

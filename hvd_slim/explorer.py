@@ -214,7 +214,8 @@ class GreedyExplorer(Explorer):
         """``rank``'s set in ``round_number``."""
         assert magnitude is not None
         assert self.index_dtype is not None
-        positions = top_coordinates(magnitude, self.count)
+        # A NaN has most to tell; left as it is, it would change how many positions there are.
+        positions = top_coordinates(magnitude.nan_to_num(nan=float("inf"), posinf=float("inf")), self.count)
         return Draw(positions, positions, 0)
 
     def positions(

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hvd_slim import horovod_module
 from hvd_slim.adaptive import is_adaptive
 from hvd_slim.config import SlimConfig
 from hvd_slim.local_step import learning_rates, make_dense, must_skip, unscale
@@ -241,11 +242,7 @@ def DistributedOptimizer(  # noqa: N802  (the name Horovod gave it)
         ValueError, TypeError: an argument is outside its range; the message names value and remedy. The given
             optimizer is unchanged then.
     """
-    try:
-        import horovod.torch as horovod
-    except ImportError as error:
-        raise ImportError(f"DistributedOptimizer needs Horovod, which does not import ({error})") from error
-
+    horovod = horovod_module.require()
     process_set = horovod.global_process_set if process_set is None else process_set
     op = horovod.Average if op is None else op
     if not isinstance(compression, SlimConfig):

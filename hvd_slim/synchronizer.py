@@ -281,6 +281,8 @@ class Synchronizer:
         check_version(state)
         self.steps, self.rounds, self.selections = (state["steps"], state["rounds"], state["selections"])
         self._restored, self._named, self._exchange, self._core = (dict(state), (), None, None)
+        if self.alone:
+            self._restored = None  # alone, the live parameters are the model
         self._path = state.get("path") if state.get("size") == self.transport.size else None
 
     def _restore_model(self, state: dict[str, Any], model: GlobalModel, path: str) -> bool:

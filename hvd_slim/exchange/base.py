@@ -113,5 +113,4 @@ class SlimExchange(Exchange):
             return None
         arena = self.arena
         everywhere = torch.empty(arena.n, dtype=arena.value_dtype, device=arena.device)
-        magnitude = self.model.pending_update_everywhere(everywhere).abs_().index_select(0, self._outside)
-        return magnitude.nan_to_num_(nan=float("inf"), posinf=float("inf"))
+        return self.model.pending_update_everywhere(everywhere).abs_().index_select(0, self._outside)
