@@ -34,21 +34,22 @@ def require_finite(transport: Transport, bad_ranks: int, rank_sum: int) -> None:
         )
 
 
-def require_equal(transport: Transport, facts: Sequence[tuple[str, str]]) -> None:
-    """Raise on every rank unless ``facts``, (what, value) pairs in order, are the same on all. Collective.
+def require_equal(transport: Transport, *sections: Sequence[tuple[str, str]]) -> None:
+    """Raise on every rank unless all ``sections``, (what, value) pairs in order, are the same on all. Collective.
 
     Raises:
-        RankMismatchError: names the first difference, the two ranks and both values.
+        RankMismatchError: names the first difference of the first section that has one, two ranks and both values.
     """
-    of_rank = [json.loads(text) for text in transport.gather_texts(json.dumps(list(facts)))]
-    for rank in range(1, transport.size):
-        difference = _first_difference(of_rank[0], of_rank[rank])
-        if difference is not None:
-            what, first, other = difference
-            raise RankMismatchError(
-                f"rank {transport.rank}: ranks 0 and {rank} differ in {what}: rank 0 has {first}, rank {rank} has "
-                f"{other}. Build the same model with the same options, in the same order, on every rank."
-            )
+    of_rank = [json.loads(text) for text in transport.gather_texts(json.dumps([list(facts) for facts in sections]))]
+    for number in range(len(sections)):
+        for rank in range(1, transport.size):
+            difference = _first_difference(of_rank[0][number], of_rank[rank][number])
+            if difference is not None:
+                what, first, other = difference
+                raise RankMismatchError(
+                    f"rank {transport.rank}: ranks 0 and {rank} differ in {what}: rank 0 has {first}, rank {rank} has "
+                    f"{other}. Build the same model with the same options, in the same order, on every rank."
+                )
 
 
 def _first_difference(first: list[list[str]], other: list[list[str]]) -> tuple[str, str, str] | None:

@@ -162,15 +162,16 @@ class Synchronizer:
         facts.append(("the round to start from", str((self._restored or self._counters())["rounds"])))
         facts.append(("the path of the run so far", repr(self._path)))
         problem: LayoutError | None = None
-        # In the optimizer's order first: the arena's depends on dtypes and would hide which one differs.
-        facts += [(f"parameter {name!r}", describe_parameter(parameter)) for name, parameter in trainable]
+        # In the optimizer's order first: the arena's depends on dtypes and would hide which parameter differs.
+        described = [(f"parameter {name!r}", describe_parameter(parameter)) for name, parameter in trainable]
+        layout: list[tuple[str, str]] = []
         try:
             arena = Arena(trainable)
-            facts += arena.describe()
+            layout = arena.describe()
         except LayoutError as error:
             problem = error
-            facts.append(("its parameters", str(error)))
-        require_equal(self.transport, facts)
+            layout = [("its parameters", str(error))]
+        require_equal(self.transport, facts, described, layout)
         if problem is not None:
             raise problem
 
