@@ -5,17 +5,41 @@ Everything that ``horovod.torch`` has is here too; what hvd_slim replaces or add
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from typing import Any
 
 from hvd_slim import horovod_module
 from hvd_slim.agreement import NonFiniteError, RankMismatchError
 from hvd_slim.config import SlimConfig
+from hvd_slim.functions import (
+    allgather_object,
+    average_buffers,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
 from hvd_slim.optimizer import DistributedOptimizer
+from hvd_slim.uneven import join, uneven_inputs
 from hvd_slim.watchdog import StalledError
 
 __version__ = "0.1.0"
-__all__ = ["Compression", "DistributedOptimizer", "NonFiniteError", "RankMismatchError", "SlimConfig", "StalledError"]
+__all__ = [
+    "Compression",
+    "DistributedOptimizer",
+    "NonFiniteError",
+    "RankMismatchError",
+    "SlimConfig",
+    "StalledError",
+    "allgather_object",
+    "average_buffers",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "elastic",
+    "join",
+    "uneven_inputs",
+]
 
 
 if horovod_module.problem is not None:
@@ -45,6 +69,9 @@ class Compression(_HorovodCompression):
 def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "elastic":
+        horovod_module.require()
+        return importlib.import_module("hvd_slim.elastic")
     try:
         return getattr(horovod_module.require(), name)
     except AttributeError:

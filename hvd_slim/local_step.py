@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
+
+#: what a GradScaler sets on the optimizer around ``step()``
+_AMP = ("grad_scale", "found_inf")
 
 
 def make_dense(parameters: Sequence[torch.Tensor]) -> None:
@@ -42,19 +46,30 @@ def _gradients_are_finite(parameters: Sequence[torch.Tensor]) -> bool:
     return True
 
 
-def unscale(
+@contextlib.contextmanager
+def unscaled(
     optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], base: type[torch.optim.Optimizer]
-) -> None:
-    """Divide gradients by a GradScaler's scale, unless that was done or the wrapped class does it itself (fused)."""
-    scale = getattr(optimizer, "grad_scale", None)
+) -> Iterator[None]:
+    """Context for the wrapped class's step: gradients are divided by a GradScaler's scale, unless that was done.
+
+    A wrapped class that does it itself (fused) finds what the GradScaler left for it; others refuse to see it.
+    """
     natively = getattr(base, "_step_supports_amp_scaling", False) or optimizer.__dict__.get(
         "_step_supports_amp_scaling", False
     )
-    if scale is None or natively:
-        return
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.div_(scale.to(parameter.grad.device))
+    left = {} if natively else {name: getattr(optimizer, name) for name in _AMP if hasattr(optimizer, name)}
+    scale = left.get("grad_scale")
+    if scale is not None:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.div_(scale.to(parameter.grad.device))
+    for name in left:
+        delattr(optimizer, name)
+    try:
+        yield
+    finally:
+        for name, value in left.items():
+            setattr(optimizer, name, value)
 
 
 def learning_rates(optimizer: torch.optim.Optimizer) -> list[float]:

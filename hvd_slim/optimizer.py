@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections import defaultdict
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from hvd_slim import horovod_module
 from hvd_slim.adaptive import is_adaptive
+from hvd_slim.buffers import average_buffers
 from hvd_slim.config import SlimConfig
-from hvd_slim.local_step import learning_rates, make_dense, must_skip, unscale
+from hvd_slim.local_step import learning_rates, make_dense, must_skip, unscaled
 from hvd_slim.naming import NamedParameters, check_named_parameters, trainable_parameters
 from hvd_slim.stats import Stats
 from hvd_slim.synchronizer import Synchronizer, check_version, fresh_state
-from hvd_slim.transport import make_transport
+from hvd_slim.transport import agree_on_name, make_transport
 
 _STATE_KEY = "hvd_slim"
-# Optimizers are made in the same order on every rank of a process set, so equal numbers meet.
-_numbers: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)
-_copies: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)
 
 
 class SlimOptimizer:
@@ -48,6 +45,8 @@ class SlimOptimizer:
         optimizer: torch.optim.Optimizer = self  # type: ignore[assignment]
         slim = self._slim
         synchronizer = slim.synchronizer()
+        if slim.before_each_step is not None:
+            slim.before_each_step()
         trainable = trainable_parameters(optimizer, slim.named)
         synchronizer.before_step(trainable)
         optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -56,8 +55,8 @@ class SlimOptimizer:
             make_dense(parameters)
         if synchronizer.anywhere(must_skip(optimizer, parameters, slim.config.on_nonfinite)):
             return None
-        unscale(optimizer, parameters, _base_of(type(self)))
-        result = super().step(*args, **kwargs)  # type: ignore[misc]
+        with unscaled(optimizer, parameters, _base_of(type(self))):
+            result = super().step(*args, **kwargs)  # type: ignore[misc]
         synchronizer.after_step(learning_rates(optimizer))
         return result
 
@@ -87,9 +86,15 @@ class SlimOptimizer:
         """
         _check_passes(passes)
 
-    def resync(self) -> None:
-        """Exchange every pending update: all replicas are equal afterwards. Collective."""
+    def resync(self, model: torch.nn.Module | None = None) -> None:
+        """Exchange every pending update: all replicas are equal afterwards. Collective.
+
+        Args:
+            model: its floating-point buffers are averaged, too: see ``hvd.average_buffers``.
+        """
         self._slim.synchronizer().resync()
+        if model is not None:
+            average_buffers(model, self._slim.process_set)
 
     def global_parameters(self) -> contextlib.AbstractContextManager[None]:
         """Context in which the model holds the global model w̄, equal on all ranks: for evaluation or a checkpoint.
@@ -146,9 +151,11 @@ class _Attachment:
     ) -> None:
         self.config, self.named, self.restore_norm = config, named, restore_norm
         self.sparse_as_dense, self.process_set = sparse_as_dense, process_set
-        self.number: int | None = None  # of the optimizer among those of its process set; a copy gets one when it steps
         self.started: Synchronizer | None = None
         self._loaded: dict[str, Any] | None = None
+        #: set while ranks with fewer batches are waited for
+        self.before_each_step: Callable[[], None] | None = None
+        _attachments.add(self)
 
     def settings(self) -> tuple[Any, ...]:
         return self.config, self.named, self.restore_norm, self.sparse_as_dense, self.process_set
@@ -169,17 +176,21 @@ class _Attachment:
     def synchronizer(self) -> Synchronizer:
         """The synchronizer, made at the first call. Collective then."""
         if self.started is None:
-            identity = 0 if self.process_set is None else self.process_set.process_set_id
-            if self.number is None:
-                kind, number = "copy", next(_copies[identity])
-            else:
-                kind, number = "optimizer", self.number
-            transport = make_transport(self.config, f"hvd_slim.{kind}{number}", self.process_set)
+            name = agree_on_name(self.config, self.process_set)
+            transport = make_transport(self.config, name, self.process_set)
             self.started = Synchronizer(self.config, transport, self.restore_norm)
             if self._loaded is not None:
                 self.started.load_state_dict(self._loaded)
                 self._loaded = None
         return self.started
+
+
+_attachments: weakref.WeakSet[_Attachment] = weakref.WeakSet()
+
+
+def anyone_exchanges() -> bool:
+    """Whether a slim optimizer of this process has begun to exchange with other ranks. Not collective."""
+    return any(slim.started is not None and not slim.started.alone for slim in _attachments)
 
 
 _classes: dict[type, type[torch.optim.Optimizer]] = {}
@@ -291,8 +302,9 @@ def DistributedOptimizer(  # noqa: N802  (the name Horovod gave it)
     restore_norm = compression.restore_norm
     if restore_norm is None:
         restore_norm = is_adaptive(type(optimizer), optimizer.defaults)
-    attachment = _Attachment(compression, named, restore_norm, bool(sparse_as_dense), process_set)
-    attachment.number = next(_numbers[process_set.process_set_id])
+    # All ranks: None, not an object that a copy of the optimizer would take along to where there are others.
+    members = None if process_set.process_set_id == 0 else process_set
+    attachment = _Attachment(compression, named, restore_norm, bool(sparse_as_dense), members)
     # A scheduler made earlier has put its own mark around the bare step; ours carries that mark itself.
     if hasattr(optimizer.__dict__.get("step"), "_wrapped_by_lr_sched"):
         del optimizer.__dict__["step"]

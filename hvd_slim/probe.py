@@ -28,8 +28,9 @@ _LEAST, _MOST = 64, 2**24  # bytes that a collective brings a rank: all latency,
 _SECONDS, _BYTES = 0.04, 2**19  # a collective of that size that takes as long shows the bandwidth,
 _LONG = 0.15  # and so does any that takes as long as this
 _BUDGET = 2.5  # seconds for all of them; what happens once, a lost packet say, must not hold up the start
-_REPEATS, _MOST_REPEATS = 3, 10  # what is short is tried more often
-_SHORT, _SHORT_WORK, _LONG_WORK = 0.005, 0.01, 0.05  # seconds; of work, in all tries
+_REPEATS = 3
+_ALIKE, _MOST_CALLS = 1.1, 30  # ratio of two times that confirm each other; and when they need not
+_MOST_REPEATS, _SHORT_WORK, _LONG_WORK = 15, 0.01, 0.05  # short work is tried more often (seconds in all), long once
 
 
 def measure(transport: Transport, arena: Arena, config: SlimConfig) -> Network:
@@ -92,13 +93,9 @@ def _measure_collectives(transport: Transport, arena: Arena, kinds: tuple[str, .
         for kind, nbytes in list(sizes.items()):
             step = 4 * size
             nbytes = -(-nbytes // step) * step
-            action = _collective(transport, kind, nbytes, device)
-            times = _slowest_of(transport, action, _REPEATS, device)
-            if min(times) < _SHORT:
-                times += _slowest_of(transport, action, _MOST_REPEATS - _REPEATS, device)
-            seconds = min(times)
+            seconds, all_calls = _seconds(transport, _collective(transport, kind, nbytes, device), device)
             points[kind].append((nbytes * share * (2 if kind == "allreduce" else 1), seconds))
-            spent += sum(times)
+            spent += all_calls
             if nbytes >= most or (seconds >= _SECONDS and nbytes >= _BYTES) or seconds >= _LONG or spent > _BUDGET:
                 del sizes[kind]
             else:
@@ -140,11 +137,21 @@ def _once(action: Callable[[], object], device: torch.device, clock: Callable[[]
     return clock() - begin
 
 
-def _slowest_of(transport: Transport, action: Callable[[], object], calls: int, device: torch.device) -> list[float]:
-    """Seconds of each call, on the rank that it took longest; the same on all. Collective."""
-    seconds = [_once(action, device, time.perf_counter) for _ in range(calls)]
-    raw = torch.tensor(seconds, dtype=torch.float64, device=device).view(torch.uint8)
-    return transport.allgather(raw, _PHASE).wait().view(torch.float64).view(-1, calls).amax(0).tolist()
+def _seconds(transport: Transport, action: Callable[[], object], device: torch.device) -> tuple[float, float]:
+    """(the least time of a few calls, on the rank where it is longest; that of all calls together). Collective.
+
+    Called again, if it does not take long, until the least time is not the only one of its kind. Every rank calls
+    equally often.
+    """
+    of_rank = torch.empty(transport.size, 0, dtype=torch.float64)
+    while True:
+        seconds = [_once(action, device, time.perf_counter) for _ in range(_REPEATS)]
+        raw = torch.tensor(seconds, dtype=torch.float64, device=device).view(torch.uint8)
+        rows = transport.allgather(raw, _PHASE).wait().cpu().view(torch.float64).view(transport.size, -1)
+        of_rank = torch.cat([of_rank, rows], dim=1).sort(dim=1).values
+        (least, second), total = of_rank.amax(0)[:2].tolist(), float(of_rank.sum(1).max())
+        if second <= _ALIKE * least or total > _LONG or of_rank.size(1) >= _MOST_CALLS:
+            return least, total
 
 
 # Own work ------------------------------------------------------------------------------------------------------------

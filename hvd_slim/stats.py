@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 #: what a collective was for
-PHASES = ("core", "explorer", "dense", "select", "resync", "start", "vote", "probe")
+PHASES = ("core", "explorer", "dense", "select", "resync", "start", "vote", "probe", "roll_call")
 
 
 @dataclasses.dataclass

@@ -81,6 +81,7 @@ class Synchronizer:
         if self._swapped:
             raise RuntimeError("step() inside global_parameters(): leave the context before training goes on")
         if self.alone:
+            self._restored = None  # of a restored run the counters go on; the live parameters are the global model now
             return
         same = len(trainable) == len(self._named) and all(
             new is old for (_, new), (_, old) in zip(trainable, self._named)
@@ -287,7 +288,10 @@ class Synchronizer:
         self._path = state.get("path") if state.get("size") == self.transport.size else None
 
     def _restore_model(self, state: dict[str, Any], model: GlobalModel, path: str) -> bool:
-        """Take w̄ from a checkpoint; whether the run it belongs to had this path and as many ranks."""
+        """Take w̄ from a checkpoint; whether the run it belongs to goes on.
+
+        Each rank's own checkpoint fits this path and as many ranks; one that was shared among all fits any.
+        """
         if "global_model" not in state:
             return False
         here = model.arena.describe()
@@ -301,7 +305,7 @@ class Synchronizer:
             log.warning("the checkpoint was written with other hvd_slim options; this run's options are used")
         for flat, saved in zip(model.flat, state["global_model"]):
             flat.copy_(saved)
-        if (state["path"], state["size"]) == (path, self.transport.size):
+        if state.get("shared") or (state["path"], state["size"]) == (path, self.transport.size):
             return True
         log.warning(
             "the checkpoint was written by %d ranks with exchange %r; what ranks other than its writer had pending "

@@ -54,10 +54,11 @@ class Path:
     def period(self, number: int) -> None:
         """A few rounds from the beginning of re-selection period ``number``. Collective."""
         self.synchronizer.rounds = number * self.config.reselect_every
-        selecting, *plain = (self._round() for _ in range(1 + _PLAIN_ROUNDS))
+        # Dense rounds are all alike.
+        selecting, *plain = (self._round() for _ in range(1 if self.name == "dense" else 1 + _PLAIN_ROUNDS))
         if number:
             self.selecting.append(selecting)
-            self.plain += plain
+            self.plain += plain or [selecting]
 
     def _round(self) -> float:
         import horovod.torch as hvd

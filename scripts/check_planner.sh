@@ -21,9 +21,9 @@ for ranks in ${CHECK_PLANNER_RANKS:-2 4}; do
         echo "[check_planner] $ranks ranks, $network" >&2
         command=("$PYTHON" scripts/check_planner.py run --network "$network" "$@")
         if [ "$network" = loopback ]; then
-            timeout 900 mpirun --oversubscribe --mca mpi_yield_when_idle 1 -np "$ranks" "${command[@]}" >>"$LINES"
+            timeout 1800 mpirun --oversubscribe --mca mpi_yield_when_idle 1 -np "$ranks" "${command[@]}" >>"$LINES"
         else
-            bash scripts/netlab.sh --limit 900 with "$ranks" "$network" -- "${command[@]}" >>"$LINES"
+            bash scripts/netlab.sh --limit 1800 with "$ranks" "$network" -- "${command[@]}" >>"$LINES"
         fi
     done
 done

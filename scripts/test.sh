@@ -19,8 +19,9 @@ WANTED=("$@")
 PASSED=0 FAILED=0 REPORT=""
 PYTEST=("$PYTHON" -m pytest -q --color=no -p no:cacheprovider)
 RANK_TESTS=(sh mpi_tests/quiet_ranks.sh "${PYTEST[@]}" mpi_tests/ranks)
-# Under other launchers and networks: all but the repetitions over random cases.
-NETWORK_TESTS=("${RANK_TESTS[@]}" -k "not random")
+# Under other launchers and networks: those that look at what travels, without the repetitions over random cases.
+NETWORK_TESTS=(sh mpi_tests/quiet_ranks.sh "${PYTEST[@]}" -k "not random" \
+    mpi_tests/ranks/test_{agreement,bytes,checkpoint,invariants,limits,oracle,process_sets,transport}.py)
 
 wanted() {
     local word
@@ -58,13 +59,13 @@ stage() {
 
 stage "ruff" 60 "$PYTHON" -m ruff check --no-cache .
 stage "mypy" 300 "$PYTHON" -m mypy
-stage "unit tests" 420 "${PYTEST[@]}" --timeout 200 mpi_tests/unit
+stage "unit tests" 900 "${PYTEST[@]}" --timeout 200 mpi_tests/unit
 for ranks in 1 2 3 4; do
-    stage "ranks: mpirun -np $ranks" 420 mpirun --oversubscribe --mca mpi_yield_when_idle 1 -np "$ranks" "${RANK_TESTS[@]}"
+    stage "ranks: mpirun -np $ranks" 900 mpirun --oversubscribe --mca mpi_yield_when_idle 1 -np "$ranks" "${RANK_TESTS[@]}"
 done
-stage "ranks: horovodrun, MPI" 240 horovodrun --disable-cache -np 2 "${NETWORK_TESTS[@]}"
-stage "ranks: horovodrun, Gloo" 240 horovodrun --disable-cache --gloo -np 2 "${NETWORK_TESTS[@]}"
-stage "launches" 600 "${PYTEST[@]}" mpi_tests/launches
+stage "ranks: horovodrun, MPI" 400 horovodrun --disable-cache -np 2 "${NETWORK_TESTS[@]}"
+stage "ranks: horovodrun, Gloo" 400 horovodrun --disable-cache --gloo -np 2 "${NETWORK_TESTS[@]}"
+stage "launches" 1200 "${PYTEST[@]}" mpi_tests/launches
 
 printf '\n%s\n%d passed, %d failed\n' "$REPORT" "$PASSED" "$FAILED"
 [ "$FAILED" = 0 ]

@@ -74,7 +74,8 @@ class HorovodTransport(Transport):
 
     def gather_texts(self, text: str) -> list[str]:
         """Every rank's text, in rank order; lengths may differ. Collective, blocking, not counted."""
-        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        raw = bytearray(text.encode())
+        data = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
         length = torch.tensor([data.numel()], dtype=torch.int64)
         lengths = self._wait(self._hvd.allgather_async(length, **self._operation("agreement.lengths")))
         gathered = self._wait(self._hvd.allgather_async(data, **self._operation("agreement.texts")))

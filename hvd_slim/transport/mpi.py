@@ -37,10 +37,14 @@ if TYPE_CHECKING:
 Steps = Generator["MPI.Request", None, Any]
 
 _SMALL = 2**16  # bytes; below, few messages matter more than few bytes, and a tree's root carries no great load
-_MOST_STARTED = 64  # collectives at a time: what is looked at between two sleeps stays short, however many are launched
+# Large sums travel in segments, a few at a time: one is added up while others are on their way, in memory that stays in
+# the cache and is used again. 100 MB between hosts at 1 Gbit/s, as one / in segments: 2 ranks 1.7 / 1.0 s, 4 ranks
+# 2.8 / 1.8 s. In shared memory: 114 / 48 ms and 1.0 / 0.34 s.
+_SEGMENT = 2**22  # bytes
+_MOST_STARTED = 4  # collectives
 _SHORTEST_SLEEP, _LONGEST_SLEEP = 2e-5, 5e-4  # seconds; doubled as long as nothing moves
 _SECONDS_TO_LOOK_AROUND = 1.0  # between questions whether the other ranks are still there
-_SECONDS_TO_DRAIN = 3.0  # for what is in flight when this rank or another one ends: it may be all but complete
+_SECONDS_TO_DRAIN = 5.0  # for what is in flight when this rank or another one ends: it may be all but complete
 
 _CLOSED = "the transport is closed: another rank or this one ended (see the first error), or called hvd.shutdown()"
 _INSTEAD = 'or choose transport="horovod"'
@@ -125,25 +129,30 @@ class MpiTransport(Transport):
         if tensor.dtype not in (torch.float32, torch.float64):
             raise TypeError(f"rank {self.rank}: {name} sums float32 and float64, not {tensor.dtype}; widen it first")
         buffer = _HostBuffer(tensor)
-        tree = tensor.nbytes < _SMALL
-        future = self._launch(name, self._sum_by_tree(buffer) if tree else self._sum_by_slices(buffer), buffer.filled)
+        if tensor.nbytes < _SMALL:
+            sums = [self._sum_by_tree(buffer.array)]
+        else:
+            segments = -(-tensor.nbytes // max(_SEGMENT, self.size * _SMALL))
+            sums = [self._sum_by_slices(segment) for segment in np.array_split(buffer.array, segments)]
+        futures = [self._launch(name, steps, buffer.filled) for steps in sums]
 
         def wait() -> torch.Tensor:
-            self._result(future)
+            for future in futures:
+                self._result(future)
             return buffer.write_back()
 
         return Pending(wait)
 
-    def _sum_by_tree(self, buffer: _HostBuffer) -> Steps:
-        yield self._first.Iallreduce(self._mpi.IN_PLACE, buffer.array)
+    def _sum_by_tree(self, array: np.ndarray[Any, Any]) -> Steps:
+        yield self._first.Iallreduce(self._mpi.IN_PLACE, array)
 
-    def _sum_by_slices(self, buffer: _HostBuffer) -> Steps:
+    def _sum_by_slices(self, array: np.ndarray[Any, Any]) -> Steps:
         """Each rank adds up one slice and gives it to the others: 2(K−1)/K of the bytes on every rank, as a ring.
 
-        Open MPI's Iallreduce in place is a binomial tree, whose root carries log2 K times the bytes either way. Between
-        hosts at 1 Gbit/s, 100 MB took 1.7 s against 2.6 s for 2 ranks, 1.8 s against 4.6 s for 4.
+        Open MPI's Iallreduce in place is a binomial tree, whose root carries log2 K times the bytes either way: 100 MB
+        between hosts at 1 Gbit/s take 2.4 s with 2 ranks, 4.6 s with 4.
         """
-        array, size, rank = buffer.array, self.size, self.rank
+        size, rank = self.size, self.rank
         real = self._mpi.FLOAT if array.itemsize == 4 else self._mpi.DOUBLE
         bounds = [array.size * slice_ // size for slice_ in range(size + 1)]
         counts = [end - begin for begin, end in zip(bounds, bounds[1:])]

@@ -171,13 +171,13 @@ def slim(named: Named, optimizer: torch.optim.Optimizer | None = None, process_s
 
 def gather(values: np.ndarray) -> np.ndarray:
     """Every rank's vector of equal length, float64, shape (K, n). Collective."""
-    return hvd.allgather(torch.from_numpy(np.asarray(values, dtype=np.float64)).view(1, -1)).numpy()
+    return hvd.allgather(torch.from_numpy(np.asarray(values, dtype=np.float64)).view(1, -1), name="gather").numpy()
 
 
 def identical_on_all_ranks(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether the tensors hold the same bytes on every rank; the answer is the same on all. Collective."""
     data = b"".join(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors)
-    rows = hvd.allgather(torch.frombuffer(bytearray(data), dtype=torch.uint8).view(1, -1))
+    rows = hvd.allgather(torch.frombuffer(bytearray(data), dtype=torch.uint8).view(1, -1), name="compare")
     return bool((rows == rows[0]).all())
 
 
