@@ -104,8 +104,7 @@ class MpiTransport(Transport):
         """End the thread, in a few seconds at most. Not collective.
 
         Never required: the thread also ends with the transport and with the process. The communicators stay until
-        MPI_Finalize: a rank that frees one as soon as its own part is done leaves the others, whose part is not, waiting
-        for ever (Open MPI 4.1, three ranks, two runs in ten).
+        MPI_Finalize, because freeing one is collective.
         """
         self._progress.stop()
 
@@ -349,7 +348,8 @@ class _Progress:
             self._take(sleep)
             moved = self._go_on()
             now = time.monotonic()
-            if self._deadline is not None and (now >= self._deadline or not self._unfinished):
+            idle = not self._unfinished and self._launched.empty()
+            if self._deadline is not None and (now >= self._deadline or idle):
                 return
             if not self._unfinished:
                 sleep = None
