@@ -2,7 +2,7 @@
 
 An explorer works on *positions* in the ascending list of the m coordinates outside the core (0 ≤ position < m). It
 knows nothing of the model, of the core, or of how positions become coordinates. What has to travel so that others know
-a rank's positions are its *indices*, one for each position, in ascending order of positions.
+a rank's positions are its *indices*, as bytes; a run of consecutive positions has indices of its own.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import dataclasses
 import numpy as np
 import torch
 
-from hvd_slim.chunks import chunks, index_dtype
+from hvd_slim.chunks import chunks
 from hvd_slim.rng import CYCLIC_STREAM, EXPLORER_STREAM, SHARED_STREAM, raw_words
+from hvd_slim.sets import pack_indices, set_nbytes, unpack_indices
 from hvd_slim.significance import top_coordinates
 
 
@@ -24,7 +25,8 @@ class Draw:
 
     Attributes:
         positions: shape (count,), ascending, distinct, int32 or int64.
-        indices: shape (count,), the explorer's ``index_dtype``; None if receivers recompute the positions.
+        indices: shape (count,), integer: what has to travel, before it becomes bytes (``Explorer.pack``); None if
+            receivers recompute the positions.
         first: number of the stratum that the first position lies in; later positions lie in the following ones.
     """
 
@@ -44,24 +46,30 @@ class Explorer(abc.ABC):
         device: where positions are wanted.
 
     Attributes:
-        index_dtype: dtype of an index on the wire, None if no index travels.
         private: whether each rank has a set of its own; otherwise one set holds for all ranks.
         by_pending_update: whether ``draw`` looks at the pending update.
     """
 
     private = True
     by_pending_update = False
-    index_dtype: torch.dtype | None = None
 
     def __init__(self, population: int, count: int, seed: int, size: int, device: torch.device) -> None:
         if not 0 <= count <= population:
             raise ValueError(f"cannot draw {count} distinct coordinates out of {population}")
         self.population, self.count, self.seed, self.size, self.device = (population, count, seed, size, device)
 
-    @property
-    def index_bytes(self) -> int:
-        """Bytes that one index takes on the wire."""
-        return 0 if self.index_dtype is None else self.index_dtype.itemsize
+    @classmethod
+    def nbytes_of(cls, run: int, population: int, count: int) -> int:
+        """Bytes of the indices of ``run`` consecutive positions of a set of ``count``."""
+        return 0
+
+    def index_nbytes(self, run: int) -> int:
+        """Bytes of the indices of ``run`` consecutive positions."""
+        return self.nbytes_of(run, self.population, self.count)
+
+    def pack(self, draw: Draw, begin: int, end: int) -> torch.Tensor:
+        """The indices of positions ``begin`` to ``end`` of a draw: uint8, shape (index_nbytes(end − begin),)."""
+        return torch.empty(0, dtype=torch.uint8, device=self.device)
 
     @abc.abstractmethod
     def draw(self, round_number: int, rank: int, magnitude: torch.Tensor | None = None) -> Draw:
@@ -72,10 +80,12 @@ class Explorer(abc.ABC):
         """
 
     @abc.abstractmethod
-    def positions(
-        self, indices: torch.Tensor | None, first: int, count: int, round_number: int, rank: int
-    ) -> torch.Tensor:
-        """The ``count`` consecutive positions of ``rank``'s set that begin in stratum ``first``, from their indices."""
+    def positions(self, indices: torch.Tensor, first: int, count: int, round_number: int, rank: int) -> torch.Tensor:
+        """The ``count`` consecutive positions of ``rank``'s set that begin in stratum ``first``, from their indices.
+
+        Args:
+            indices: uint8, shape (index_nbytes(count),).
+        """
 
 
 class _Stratified(Explorer):
@@ -120,6 +130,11 @@ class _Stratified(Explorer):
         return torch.cat([self._starts[first:], self._starts[: first + count - self.count]])
 
 
+def _offset_dtype(population: int, count: int) -> torch.dtype:
+    longest_stratum = -(-population // max(count, 1))
+    return torch.uint8 if longest_stratum <= 256 else torch.int32
+
+
 class RandomExplorer(_Stratified):
     """The paper's explorer: one uniform draw in each stratum, private to each rank.
 
@@ -131,25 +146,33 @@ class RandomExplorer(_Stratified):
 
     def __init__(self, population: int, count: int, seed: int, size: int, device: torch.device) -> None:
         super().__init__(population, count, seed, size, device)
-        self.index_dtype = torch.uint8 if self._longest <= 256 else torch.int32
+        self._offset_dtype = _offset_dtype(population, count)
+
+    @classmethod
+    def nbytes_of(cls, run: int, population: int, count: int) -> int:
+        """One byte an offset, or four."""
+        return run * _offset_dtype(population, count).itemsize
+
+    def pack(self, draw: Draw, begin: int, end: int) -> torch.Tensor:
+        """The offsets."""
+        assert draw.indices is not None
+        return draw.indices[begin:end].view(torch.uint8) if begin < end else super().pack(draw, begin, end)
 
     def draw(self, round_number: int, rank: int, magnitude: torch.Tensor | None = None) -> Draw:
         """``rank``'s set in ``round_number``."""
         words = raw_words(self.seed, self._stream, round_number, rank, 1 + (self.count + 1) // 2)
         bits = words[1:].view(np.uint32)
-        offsets = np.empty(self.count, dtype=np.uint8 if self._longest <= 256 else np.int32)
+        offsets = np.empty(self.count, dtype=np.uint8 if self._offset_dtype == torch.uint8 else np.int32)
         for part in chunks(self.count, torch.device("cpu")):
             # 32 random bits r in each stratum of length l give offset ⌊r·l / 2^32⌋.
             product = np.multiply(bits[part], self._lengths[part], dtype=np.uint64, casting="unsafe")
             np.right_shift(product, np.uint64(32), out=offsets[part], casting="unsafe")
         return Draw(*self._ascending(torch.from_numpy(offsets).to(self.device), self._shift(round_number, rank)))
 
-    def positions(
-        self, indices: torch.Tensor | None, first: int, count: int, round_number: int, rank: int
-    ) -> torch.Tensor:
+    def positions(self, indices: torch.Tensor, first: int, count: int, round_number: int, rank: int) -> torch.Tensor:
         """Positions from the strata and the offsets that travelled."""
-        assert indices is not None
-        return self._rotated(self._strata(first, count), indices, self._shift(round_number, rank))
+        offsets = indices.contiguous().view(self._offset_dtype)
+        return self._rotated(self._strata(first, count), offsets, self._shift(round_number, rank))
 
     def _shift(self, round_number: int, rank: int) -> int:
         word = raw_words(self.seed, self._stream, round_number, rank, 1)[0]
@@ -162,9 +185,14 @@ class SharedExplorer(RandomExplorer):
     private = False
     _stream = SHARED_STREAM
 
-    def __init__(self, population: int, count: int, seed: int, size: int, device: torch.device) -> None:
-        super().__init__(population, count, seed, size, device)
-        self.index_dtype = None
+    @classmethod
+    def nbytes_of(cls, run: int, population: int, count: int) -> int:
+        """Nothing travels."""
+        return 0
+
+    def pack(self, draw: Draw, begin: int, end: int) -> torch.Tensor:
+        """Nothing travels."""
+        return Explorer.pack(self, draw, begin, end)
 
     def draw(self, round_number: int, rank: int, magnitude: torch.Tensor | None = None) -> Draw:
         """Everybody's set in ``round_number``, whatever ``rank``."""
@@ -188,12 +216,13 @@ class CyclicExplorer(_Stratified):
 
     def draw(self, round_number: int, rank: int, magnitude: torch.Tensor | None = None) -> Draw:
         """``rank``'s set in ``round_number``."""
-        return Draw(self.positions(None, 0, self.count, round_number, rank), None, 0)
+        return Draw(self._walked(0, self.count, round_number, rank), None, 0)
 
-    def positions(
-        self, indices: torch.Tensor | None, first: int, count: int, round_number: int, rank: int
-    ) -> torch.Tensor:
+    def positions(self, indices: torch.Tensor, first: int, count: int, round_number: int, rank: int) -> torch.Tensor:
         """Positions, recomputed."""
+        return self._walked(first, count, round_number, rank)
+
+    def _walked(self, first: int, count: int, round_number: int, rank: int) -> torch.Tensor:
         part = slice(first, first + count)
         step = round_number % (self._longest * (self._longest - 1)) if self._longest > 1 else 0
         ahead = rank * self._longest // self.size + step
@@ -202,28 +231,29 @@ class CyclicExplorer(_Stratified):
 
 
 class GreedyExplorer(Explorer):
-    """The positions where this rank has most to tell: the largest |u_k|, ties to the lower; private, sent as such."""
+    """The positions where this rank has most to tell: the largest |u_k|, ties to the lower; private, sent as a set."""
 
     by_pending_update = True
 
-    def __init__(self, population: int, count: int, seed: int, size: int, device: torch.device) -> None:
-        super().__init__(population, count, seed, size, device)
-        self.index_dtype = index_dtype(population)
+    @classmethod
+    def nbytes_of(cls, run: int, population: int, count: int) -> int:
+        """A packed set, about nine bits a position or fewer."""
+        return set_nbytes(run, population)
+
+    def pack(self, draw: Draw, begin: int, end: int) -> torch.Tensor:
+        """The positions themselves."""
+        return pack_indices(draw.positions[begin:end], self.population)
 
     def draw(self, round_number: int, rank: int, magnitude: torch.Tensor | None = None) -> Draw:
         """``rank``'s set in ``round_number``."""
         assert magnitude is not None
-        assert self.index_dtype is not None
         # A NaN has most to tell; left as it is, it would change how many positions there are.
         positions = top_coordinates(magnitude.nan_to_num(nan=float("inf"), posinf=float("inf")), self.count)
-        return Draw(positions, positions, 0)
+        return Draw(positions, None, 0)
 
-    def positions(
-        self, indices: torch.Tensor | None, first: int, count: int, round_number: int, rank: int
-    ) -> torch.Tensor:
-        """The indices are the positions."""
-        assert indices is not None
-        return indices
+    def positions(self, indices: torch.Tensor, first: int, count: int, round_number: int, rank: int) -> torch.Tensor:
+        """The set, unpacked."""
+        return unpack_indices(indices, count, self.population)
 
 
 class LeaderExplorer(GreedyExplorer):

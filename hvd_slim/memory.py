@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from hvd_slim.chunks import index_dtype
 from hvd_slim.config import SlimConfig
+from hvd_slim.explorer import EXPLORERS
 from hvd_slim.values import make_codec
-from hvd_slim.wire import PairFormat, aligned, index_dtype
+from hvd_slim.wire import PairFormat, aligned
 
 #: parameters on which own work is tried out before a path is chosen; in larger vectors one costs no more
 PROBED = 2**24
@@ -72,10 +74,10 @@ class _Memory:
         most_explored = config.explorer_count(n, 0 if linear else None)
         self.c, self.e = (0, 0) if path == "dense" else (config.core_count(n), most_explored)
         self.reduced = {"dense": n, "allreduce": self.c + self.e}.get(path, self.c)
-        indices = {"random": torch.int32, "greedy": index_dtype(n)}.get(config.explorer)
-        if config.explorer == "random" and -(-(n - self.c) // max(self.e, 1)) <= 256:
-            indices = torch.uint8
-        self.pairs = PairFormat(self.codec, indices)
+        self.pairs = PairFormat(self.codec, self._index_nbytes)
+
+    def _index_nbytes(self, run: int) -> int:
+        return EXPLORERS[self.config.explorer].nbytes_of(run, self.n - self.c, self.e)
 
     def bound(self) -> int:
         measuring = self._measuring() if self.config.exchange == "auto" else 0

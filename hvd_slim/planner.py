@@ -15,9 +15,11 @@ from collections.abc import Sequence
 import torch
 
 from hvd_slim.config import SHARED_EXPLORERS, SlimConfig
+from hvd_slim.explorer import EXPLORERS
 from hvd_slim.memory import extra_memory
+from hvd_slim.sets import set_nbytes
 from hvd_slim.values import make_codec
-from hvd_slim.wire import PairFormat, aligned, index_dtype, set_nbytes
+from hvd_slim.wire import PairFormat, aligned
 
 __all__ = ["Link", "Network", "Prediction", "allowed_paths", "choose", "extra_memory", "predict"]
 
@@ -187,16 +189,10 @@ class _CostModel:
         self.wide = torch.float64 if dtype == torch.float64 else torch.float32
         self.codec = make_codec(config.value_dtype, self.wide, config.rounding, config.seed)
         self.core, self.explored = config.core_count(n), config.explorer_count(n)
-        self.index_dtype = self._index_dtype()
         self.dense_bytes = 2 * self.share * n * dtype.itemsize
 
-    def _index_dtype(self) -> torch.dtype | None:
-        if self.config.explorer in ("cyclic", "shared"):
-            return None
-        if self.config.explorer == "random":
-            longest_stratum = -(-(self.n - self.core) // max(self.explored, 1))
-            return torch.uint8 if longest_stratum <= 256 else torch.int32
-        return index_dtype(self.n - self.core)
+    def _index_nbytes(self, run: int) -> int:
+        return EXPLORERS[self.config.explorer].nbytes_of(run, self.n - self.core, self.explored)
 
     def prediction(self, path: str) -> Prediction:
         """The mean round of ``path``."""
@@ -270,11 +266,11 @@ class _CostModel:
     def _slim(self, path: str) -> list[tuple[float, float]]:
         """One slim round."""
         ranks, explored, exact = self.ranks, self.explored, self.codec.exact
-        pairs = PairFormat(self.codec, self.index_dtype)
+        pairs = PairFormat(self.codec, self._index_nbytes)
         if path == "allreduce":
             collectives = self._reduction(self.core + explored, exact)
             if self.config.explorer == "leader" and explored:
-                collectives.append(self._broadcast(explored * index_dtype(self.n - self.core).itemsize))
+                collectives.append(self._broadcast(self._index_nbytes(explored)))
             return collectives
         collectives = self._reduction(self.core, exact)
         if explored and path == "allgather":

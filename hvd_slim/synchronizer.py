@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hvd_slim import planner, probe, significance, wire
+from hvd_slim import planner, probe, sets, significance
 from hvd_slim.agreement import RankMismatchError, are_equal, require_equal
 from hvd_slim.arena import Arena, LayoutError, describe_parameter
 from hvd_slim.config import SlimConfig
@@ -217,11 +217,11 @@ class Synchronizer:
         with self.stats.timed("select"):
             if transport.rank == root:
                 score = significance.of_arena(arena, self.config.gradient_weight, self.config.normalize)
-                packed = wire.pack_set(significance.top_mask(score, count))
+                packed = sets.pack_set(significance.top_mask(score, count))
             else:
-                packed = torch.empty(wire.set_nbytes(count, arena.n), dtype=torch.uint8)
+                packed = torch.empty(sets.set_nbytes(count, arena.n), dtype=torch.uint8)
             self._core = transport.broadcast(packed, root, "select").wait()
-            exchange.set_core(wire.unpack_set(self._core, count, arena.n))
+            exchange.set_core(sets.unpack_set(self._core, count, arena.n))
         self.selections += 1
         self.stats.reselections += 1
 
@@ -318,4 +318,4 @@ class Synchronizer:
         same_core = state["config"]["core_fraction"] == self.config.core_fraction
         if isinstance(exchange, SlimExchange) and state["core"] is not None and same_core:
             self._core = state["core"].cpu().clone()
-            exchange.set_core(wire.unpack_set(self._core, exchange.core_count, exchange.arena.n))
+            exchange.set_core(sets.unpack_set(self._core, exchange.core_count, exchange.arena.n))

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 import hvd_slim as hvd
-from hvd_slim.wire import set_nbytes
+from hvd_slim.sets import set_nbytes
 
 _VALUE_BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5}
 _INPUTS, _CLASSES, _BATCH = 256, 10, 8
@@ -99,11 +99,19 @@ def formula_bytes(config: hvd.SlimConfig, path: str, n: int, rounds: int, resele
     if path == "dense":
         return rounds * ring_bytes(n, width)
     longest_stratum = math.ceil((n - core) / explorers) if explorers else 0
-    index = {"random": 1 if longest_stratum <= 256 else 4, "cyclic": 0, "shared": 0, "greedy": 4, "leader": 4}
+
+    def index_bytes(run: int) -> float:
+        """Of so many explorers."""
+        if config.explorer in ("greedy", "leader"):
+            return set_nbytes(run, n - core)
+        return run * {"random": 1 if longest_stratum <= 256 else 4, "cyclic": 0, "shared": 0}[config.explorer]
+
+    to_each = math.ceil(explorers / hvd.size())
     explored = {
-        "allgather": (hvd.size() - 1) * explorers * (width + index[config.explorer]),
-        "alltoall": share * explorers * (width + index[config.explorer] + 4.0),  # owners answer at full width
-        "allreduce": ring_bytes(explorers, width) + share * explorers * index[config.explorer],
+        "allgather": (hvd.size() - 1) * (explorers * width + index_bytes(explorers)),
+        # Owners answer at full width.
+        "alltoall": share * explorers * (width + 4.0) + (hvd.size() - 1) * index_bytes(to_each),
+        "allreduce": ring_bytes(explorers, width) + share * index_bytes(explorers),
     }
     slim = (rounds - resyncs) * (ring_bytes(core, width) + explored[path])
     return slim + reselections * share * set_nbytes(core, n) + resyncs * ring_bytes(n, 4.0)

@@ -37,7 +37,7 @@ class AllgatherExchange(SlimExchange):
         with self.stats.timed("pack"):
             model.pending_update(self.core, self._core_mean.update)
             self._core_mean.start(round_number, self.nonfinite)
-            pairs = PairFormat(self.codec, self.explorer.index_dtype)
+            pairs = PairFormat(self.codec, self.explorer.index_nbytes)
             explored, unsent, messages_pending = self._send_explorers(pairs, round_number)
 
         with self.stats.timed("wait"):
@@ -72,7 +72,8 @@ class AllgatherExchange(SlimExchange):
         u = torch.empty(count, dtype=self.arena.value_dtype, device=self.arena.device)
         self.model.pending_update(explored, u)
         message = torch.zeros(pairs.nbytes(count), dtype=torch.uint8, device=self.arena.device)
-        pairs.write(message, u, draw.indices, draw.first, round_number, rank, self.first_message)
+        indices = self.explorer.pack(draw, 0, count)
+        pairs.write(message, u, indices, draw.first, round_number, rank, self.first_message)
         unsent = None if self.codec.exact else u - pairs.read(message)[0]
         return explored, unsent, self.transport.allgather(message, "explorer")
 

@@ -64,11 +64,12 @@ class AllreduceExchange(SlimExchange):
             return explorer.draw(round_number, rank).positions if explorer.count else self._no_positions()
         leader = explorer.leader(round_number)
         if rank == leader:
-            positions = explorer.draw(round_number, rank, self.magnitude()).positions
-        else:
-            positions = torch.empty(explorer.count, dtype=explorer.index_dtype, device=self.arena.device)
-        self.transport.broadcast(positions.view(torch.uint8), leader, "explorer").wait()
-        return positions
+            draw = explorer.draw(round_number, rank, self.magnitude())
+            self.transport.broadcast(explorer.pack(draw, 0, explorer.count), leader, "explorer").wait()
+            return draw.positions
+        packed = torch.empty(explorer.index_nbytes(explorer.count), dtype=torch.uint8, device=self.arena.device)
+        self.transport.broadcast(packed, leader, "explorer").wait()
+        return explorer.positions(packed, 0, explorer.count, round_number, leader)
 
     def _no_positions(self) -> torch.Tensor:
         return torch.empty(0, dtype=torch.int32, device=self.arena.device)

@@ -49,7 +49,7 @@ class AlltoallExchange(SlimExchange):
         with self.stats.timed("pack"):
             model.pending_update(self.core, self._core_mean.update)
             self._core_mean.start(round_number, self.nonfinite)
-            pairs = PairFormat(self.codec, self.explorer.index_dtype)
+            pairs = PairFormat(self.codec, self.explorer.index_nbytes)
             if self.explorer.count:
                 draw = self.explorer.draw(round_number, self.transport.rank, self.magnitude())
                 coordinates = self.coordinates_at(draw.positions)
@@ -59,7 +59,9 @@ class AlltoallExchange(SlimExchange):
                 lengths = self._lengths_by_owner(coordinates)
                 messages, unsent = self._pushes(pairs, draw, u, lengths, round_number)
                 counts = [message.numel() for message in messages]
-                most = pairs.nbytes(self.explorer.count) + (self.transport.size - 1) * pairs.nbytes(1)
+                # Equal shares take most bytes; a few more for what is rounded up.
+                owners = self.transport.size
+                most = owners * (pairs.nbytes(-(-self.explorer.count // owners)) + pairs.nbytes(1))
                 pushed_pending = self.transport.alltoall(torch.cat(messages), counts, most, "explorer")
 
         with self.stats.timed("wait"):
@@ -92,7 +94,7 @@ class AlltoallExchange(SlimExchange):
         for owner, length in enumerate(lengths):
             end = begin + length
             message = torch.zeros(pairs.nbytes(length), dtype=torch.uint8, device=u.device)
-            indices = None if draw.indices is None else draw.indices[begin:end]
+            indices = self.explorer.pack(draw, begin, end)
             first = (draw.first + begin) % self.explorer.count
             draw_id = (round_number, self.transport.rank, self.first_message + owner)
             pairs.write(message, u[begin:end], indices, first, *draw_id)

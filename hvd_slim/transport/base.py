@@ -97,7 +97,8 @@ class Transport(abc.ABC):
         Returns:
             Pending (uint8 tensor with the messages from ranks 0 to K−1 one after the other, bytes of each).
         """
-        number = max(1, -(-most * self.size // self.limit))
+        # A piece takes its part of each of the K² messages, and of each may take one byte more.
+        number = max(1, -(-most * self.size // max(1, self.limit - self.size**2)))
         offsets = [sum(counts[:rank]) for rank in range(self.size)]
         pieces = []
         for piece in range(number):
@@ -159,3 +160,8 @@ def _cut(tensor: torch.Tensor, step: int, phase: str) -> list[tuple[torch.Tensor
 
 def _piece_name(phase: str, number: int) -> str:
     return f"{phase}.{number}" if number else phase
+
+
+def phase_of(name: str) -> str:
+    """The phase that an operation's name, without its transport's, begins with."""
+    return name.partition(".")[0]

@@ -26,7 +26,7 @@ for _ in range({REPEATS}):
     total = hvd.allreduce(torch.full(({VALUES},), float(hvd.rank() + 1)), op=hvd.Sum, name="total")
 assert (total == 3).all() and hvd.size() == 2 and hvd.local_size() == 1
 assert socket.gethostbyname(socket.gethostname()) == f"10.77.0.{{hvd.rank() + 1}}"
-sys.stdout.write(f"<right on {socket.gethostname()}>")  # in one piece, whatever the other rank writes
+sys.stdout.write(f"<right on {{socket.gethostname()}}>")  # in one piece, whatever the other rank writes
 sys.stdout.flush()
 hvd.shutdown()
 """

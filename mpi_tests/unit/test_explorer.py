@@ -51,13 +51,10 @@ def test_exact_count_distinct_ascending_in_range(
     if count:
         assert int(positions[0]) >= 0
         assert int(positions[-1]) < population
-    if explorer.index_dtype is None:
-        assert draw.indices is None or not explorer.private
-        assert explorer.index_bytes == 0
-    else:
-        assert draw.indices is not None
-        assert (draw.indices.shape, draw.indices.dtype) == ((count,), explorer.index_dtype)
-        assert explorer.index_bytes == draw.indices.element_size()
+    packed = explorer.pack(draw, 0, count)
+    assert (packed.shape, packed.dtype) == ((explorer.index_nbytes(count),), torch.uint8)
+    if name in ("shared", "cyclic"):
+        assert packed.numel() == 0
 
 
 @pytest.mark.parametrize("name", ["random", "cyclic", "greedy"])
@@ -67,13 +64,13 @@ def test_receivers_recover_the_positions(
 ) -> None:
     """From the indices alone, of the whole set or of any run of it, by an explorer object of their own."""
     population, count = shape
-    draw = drawn(made(name, population, count), number, rank)
+    sender = made(name, population, count)
+    draw = drawn(sender, number, rank)
     begin = data.draw(st.integers(0, count))
     end = data.draw(st.integers(begin, count))
     first = (draw.first + begin) % count if count and begin < count else draw.first
     for a, b, stratum in ((0, count, draw.first), (begin, end, first)):
-        indices = None if draw.indices is None else draw.indices[a:b].clone()
-        received = made(name, population, count).positions(indices, stratum, b - a, number, rank)
+        received = made(name, population, count).positions(sender.pack(draw, a, b), stratum, b - a, number, rank)
         assert torch.equal(received.long(), draw.positions[a:b].long())
 
 
@@ -114,7 +111,7 @@ def test_a_function_of_seed_round_and_rank(name: str) -> None:
 )
 def test_one_byte_while_strata_have_at_most_256_members(population: int, count: int, width: int) -> None:
     explorer = made("random", population, count)
-    assert explorer.index_bytes == width
+    assert explorer.index_nbytes(count) == count * width
     reached: set[int] = set()
     for number in range(2000 if population == 256 else 20):
         draw = explorer.draw(number, 0)

@@ -190,13 +190,6 @@ def test_a_named_path_is_the_only_one() -> None:
     ] == ["dense"]
 
 
-def test_more_than_int32_coordinates_take_eight_bytes_each() -> None:
-    """No such vector is made."""
-    config = SlimConfig(explorer="greedy", exchange="allgather", comm_fraction=0.02, core_fraction=0.001)
-    per_pair = [predict(n, 2, config, SLOW)[0].bytes_sent / config.explorer_count(n) for n in (2**31, 2**31 + 2**24)]
-    assert per_pair[1] - per_pair[0] == pytest.approx(4, abs=0.1)
-
-
 def test_what_cannot_be_predicted_is_refused() -> None:
     for n, size in ((0, 2), (1000, 1)):
         with pytest.raises(ValueError, match="needs at least one parameter and two ranks"):

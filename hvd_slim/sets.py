@@ -1,0 +1,126 @@
+"""Sets of coordinates as bytes: the core, and explorer sets that receivers cannot recompute.
+
+How many bytes a set takes depends on its size alone, so receivers know it beforehand. The smallest of three forms:
+
+    bitmap  one bit for each coordinate of the index space
+    list    one number for each member
+    split   (Elias–Fano) the low 8 or 16 bits of each member as they are; the high parts, which ascend, as a bitmap in
+            which the i-th set bit stands at (high part + i): two bits a member, whatever n, plus n/256 or n/65536 bits
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from hvd_slim.chunks import count_true, index_dtype, indices_of
+
+#: dtype of the low parts; torch does no arithmetic on uint16
+_LOW = {8: torch.uint8, 16: torch.int16}
+
+
+def set_nbytes(count: int, n: int) -> int:
+    """Bytes of a packed set of ``count`` coordinates below ``n``."""
+    return _smallest(count, n)[0]
+
+
+def _smallest(count: int, n: int) -> tuple[int, str | int]:
+    """(bytes, form): "bitmap", "list", or the number of low bits of the split form."""
+    split = [(count * bits // 8 + _bitmap_nbytes(_high_bits(count, n, bits)), bits) for bits in _LOW]
+    plain: list[tuple[int, str | int]] = [(_bitmap_nbytes(n), "bitmap"), (count * index_dtype(n).itemsize, "list")]
+    return min([*plain, *split], key=lambda candidate: candidate[0])
+
+
+def pack_indices(indices: torch.Tensor, n: int) -> torch.Tensor:
+    """A set of coordinates as bytes.
+
+    Args:
+        indices: shape (count,), ascending, distinct, ``index_dtype(n)``.
+        n: they lie below it.
+
+    Returns:
+        uint8, shape (set_nbytes(count, n),), on the device of ``indices``.
+    """
+    count = indices.numel()
+    nbytes, form = _smallest(count, n)
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8, device=indices.device)
+    if form == "list":
+        return indices.contiguous().view(torch.uint8)
+    if form == "bitmap":
+        return _pack_bits(_marks(indices, n))
+    bits = int(form)
+    order = torch.arange(count, dtype=indices.dtype, device=indices.device)
+    high = _marks((indices >> bits) + order, _high_bits(count, n, bits))
+    low = (indices & (2**bits - 1)).to(_LOW[bits]).view(torch.uint8)
+    return torch.cat([low, _pack_bits(high)])
+
+
+def unpack_indices(data: torch.Tensor, count: int, n: int) -> torch.Tensor:
+    """The set of ``count`` coordinates below ``n`` that ``pack_indices`` made ``data`` of: ascending."""
+    dtype = index_dtype(n)
+    _, form = _smallest(count, n)
+    if count == 0:
+        return torch.empty(0, dtype=dtype, device=data.device)
+    if form == "list":
+        return data.contiguous().view(dtype)
+    if form == "bitmap":
+        return indices_of(_unpack_bits(data, n))
+    bits = int(form)
+    low, high = data.split([count * bits // 8, data.numel() - count * bits // 8])
+    places = indices_of(_unpack_bits(high, _high_bits(count, n, bits))).to(dtype)
+    places -= torch.arange(count, dtype=dtype, device=data.device)
+    # What was cut to its low bits may read as negative.
+    return (places << bits) + (low.contiguous().view(_LOW[bits]).to(dtype) & (2**bits - 1))
+
+
+def pack_set(mask: torch.Tensor) -> torch.Tensor:
+    """``pack_indices`` of a set given as marks (bool, shape (n,)); on the CPU."""
+    mask = mask.cpu()
+    if _smallest(count_true(mask), mask.numel())[1] == "bitmap":
+        return _pack_bits(mask)
+    return pack_indices(indices_of(mask), mask.numel())
+
+
+def unpack_set(data: torch.Tensor, count: int, n: int) -> torch.Tensor:
+    """The marks (bool, shape (n,)) of the set of ``count`` coordinates that ``pack_set`` made ``data`` of."""
+    if _smallest(count, n)[1] == "bitmap":
+        return _unpack_bits(data, n)
+    return _marks(unpack_indices(data, count, n), n)
+
+
+def _marks(indices: torch.Tensor, n: int) -> torch.Tensor:
+    return torch.zeros(n, dtype=torch.bool, device=indices.device).index_fill_(0, indices.long(), True)
+
+
+def _high_bits(count: int, n: int, bits: int) -> int:
+    """Length of the bitmap of the high parts."""
+    return count + (max(n - 1, 0) >> bits) + 1 if count else 0
+
+
+def _bitmap_nbytes(bits: int) -> int:
+    return -(-bits // 8)
+
+
+def _pack_bits(marks: torch.Tensor) -> torch.Tensor:
+    if marks.device.type == "cpu":
+        return torch.from_numpy(np.packbits(marks.numpy(), bitorder="little"))
+    return _pack_bits_by_arithmetic(marks)
+
+
+def _unpack_bits(data: torch.Tensor, bits: int) -> torch.Tensor:
+    if data.device.type == "cpu":
+        return torch.from_numpy(np.unpackbits(data.numpy(), count=bits, bitorder="little")).view(torch.bool)
+    return _unpack_bits_by_arithmetic(data, bits)
+
+
+def _pack_bits_by_arithmetic(marks: torch.Tensor) -> torch.Tensor:
+    padded = torch.zeros(8 * _bitmap_nbytes(marks.numel()), dtype=torch.uint8, device=marks.device)
+    padded[: marks.numel()] = marks
+    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=marks.device)
+    return (padded.view(-1, 8) * weights).sum(1, dtype=torch.uint8)
+
+
+def _unpack_bits_by_arithmetic(data: torch.Tensor, bits: int) -> torch.Tensor:
+    shifts = torch.arange(8, dtype=torch.uint8, device=data.device)
+    return ((data.unsqueeze(1) >> shifts) & 1).view(-1)[:bits].to(torch.bool)
