@@ -2,6 +2,10 @@
 
 The pending update u_k = w_k − w̄ is never stored: it is what lies between the two. Differences and sums are taken in
 the arena's value dtype; w̄ itself has each parameter's own dtype, and every rank rounds alike.
+
+With 16-bit parameters a mean over ranks is often less than half of what the dtype can tell apart, and would be lost
+each time. What rounding takes from w̄ is therefore kept beside it, equal on all ranks, and added the next time: small
+means add up. The live parameters do not see it, or every rank would send it back as if it were learning.
 """
 
 from __future__ import annotations
@@ -16,19 +20,32 @@ from hvd_slim.arena import Arena, Coordinates, Segment
 class GlobalModel:
     """w̄ over an arena, equal to the live parameters when made.
 
-    Memory: as many bytes as the trainable parameters.
+    Memory: as many bytes as the trainable parameters; for 16-bit ones twice as many.
+
+    Attributes:
+        flat: w̄ of each group of the arena, in the group's own dtype.
+        rest: what rounding has kept back of each, in the same dtype; None where it is not kept.
     """
 
     def __init__(self, arena: Arena, copy: bool = True) -> None:
         self.arena = arena
         self.flat = [torch.empty(g.stop - g.start, dtype=g.dtype, device=g.device) for g in arena.groups]
+        self.rest = [torch.zeros_like(flat) if _keeps_rest(flat.dtype) else None for flat in self.flat]
         if copy:
             self.copy_from_live()
 
+    def tensors(self) -> list[torch.Tensor]:
+        """All that w̄ consists of: what must be equal on all ranks, and what a checkpoint holds."""
+        return self.flat + [rest for rest in self.rest if rest is not None]
+
     def _views(self) -> Iterator[tuple[Segment, torch.Tensor]]:
-        for group, flat in zip(self.arena.groups, self.flat):
+        return ((segment, mean) for segment, mean, _ in self._views_with_rest())
+
+    def _views_with_rest(self) -> Iterator[tuple[Segment, torch.Tensor, torch.Tensor | None]]:
+        for group, flat, rest in zip(self.arena.groups, self.flat, self.rest):
             for segment in group.segments:
-                yield (segment, flat[segment.start - group.start : segment.stop - group.start])
+                part = slice(segment.start - group.start, segment.stop - group.start)
+                yield segment, flat[part], None if rest is None else rest[part]
 
     def empty_like(self) -> GlobalModel:
         """Another model over the same arena, to be filled."""
@@ -36,8 +53,10 @@ class GlobalModel:
 
     def copy_from_live(self) -> None:
         """w̄ = w_k."""
-        for segment, mean in self._views():
+        for segment, mean, rest in self._views_with_rest():
             mean.copy_(segment.read_all())
+            if rest is not None:
+                rest.zero_()
 
     def swap_with_live(self) -> None:
         """Exchange w̄ and w_k, to the bit. Twice is nothing."""
@@ -60,8 +79,8 @@ class GlobalModel:
         """w̄ += change at ``where``."""
         for piece in where.pieces:
             mean = self.flat[piece.group]
-            summed = mean.index_select(0, piece.in_group) + change[piece.begin : piece.end].to(mean.device)
-            mean.scatter_(0, piece.in_group, summed.to(mean.dtype))
+            delta = change[piece.begin : piece.end].to(mean.device)
+            _add_at(mean, self.rest[piece.group], piece.in_group, delta)
 
     def replace(self, where: Coordinates, values: torch.Tensor) -> None:
         """w̄ = values at ``where``."""
@@ -83,10 +102,8 @@ class GlobalModel:
         for piece in where.pieces:
             mean, memory = self.flat[piece.group], piece.segment.memory
             delta = change[piece.begin : piece.end].to(mean.device)
-            old = mean.index_select(0, piece.in_group)
-            new = (old + delta).to(mean.dtype)
+            old, new = _add_at(mean, self.rest[piece.group], piece.in_group, delta)
             pending = memory.index_select(0, piece.address).to(delta.dtype) - old
-            mean.scatter_(0, piece.in_group, new)
             memory.scatter_(0, piece.address, (new + pending).to(memory.dtype))
 
     # On everything -------------------------------------------------------------------------------------------------
@@ -101,14 +118,43 @@ class GlobalModel:
 
     def absorb_everywhere(self, change: torch.Tensor) -> None:
         """w̄ += change at every coordinate."""
-        for segment, mean in self._views():
-            mean.copy_(mean + change[segment.start : segment.stop].to(mean.device))
+        for segment, mean, rest in self._views_with_rest():
+            _add(mean, rest, change[segment.start : segment.stop].to(mean.device))
 
     def settle_everywhere(self, unsent: torch.Tensor | None = None) -> None:
         """w_k = w̄ + unsent at every coordinate."""
         for segment, mean in self._views():
             left = None if unsent is None else unsent[segment.start : segment.stop].to(mean.device)
             segment.write_all(mean if left is None else mean + left)
+
+
+def _keeps_rest(dtype: torch.dtype) -> bool:
+    return dtype.itemsize < 4
+
+
+def _add(mean: torch.Tensor, rest: torch.Tensor | None, change: torch.Tensor) -> None:
+    """mean += change, rounded; what rounding kept back before is added, what it keeps back now is kept."""
+    summed = mean + change
+    if rest is not None:
+        summed += rest
+    mean.copy_(summed)
+    if rest is not None:
+        rest.copy_(summed.sub_(mean))
+
+
+def _add_at(
+    mean: torch.Tensor, rest: torch.Tensor | None, at: torch.Tensor, change: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same at places ``at``; returns the old mean there and the new one."""
+    old = mean.index_select(0, at)
+    summed = old + change
+    if rest is not None:
+        summed += rest.index_select(0, at)
+    new = summed.to(mean.dtype)
+    mean.scatter_(0, at, new)
+    if rest is not None:
+        rest.scatter_(0, at, summed.sub_(new).to(rest.dtype))
+    return old, new
 
 
 class OwnedSlice:
@@ -128,72 +174,88 @@ class OwnedSlice:
         dtypes = {group.dtype for group in arena.groups}
         self.reply_dtype = dtypes.pop() if len(dtypes) == 1 else arena.value_dtype
         self.flat: list[torch.Tensor] = []
+        self.rest: list[torch.Tensor | None] = []
         self._spans: list[tuple[int, int, int]] = []  # group, first and last coordinate of it owned here
-        for number, (group, flat) in enumerate(zip(arena.groups, model.flat)):
+        for number, (group, flat, rest) in enumerate(zip(arena.groups, model.flat, model.rest)):
             begin, end = max(start, group.start), min(stop, group.stop)
             if begin < end:
-                part = flat[begin - group.start : end - group.start]
-                self.flat.append(part if share else part.clone())
+                part = slice(begin - group.start, end - group.start)
+                self.flat.append(flat[part] if share else flat[part].clone())
+                self.rest.append(None if rest is None else rest[part] if share else rest[part].clone())
                 self._spans.append((number, begin, end))
 
-    def _cut(self, coordinates: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, slice]]:
-        """(part of w̄, where in it, which of the ascending coordinates)."""
+    def tensors(self) -> list[torch.Tensor]:
+        """All that the slice consists of."""
+        return self.flat + [rest for rest in self.rest if rest is not None]
+
+    def _cut(self, coordinates: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, slice]]:
+        """(number of the part of w̄, where in it, which of the ascending coordinates)."""
         bounds = torch.tensor([span[2] for span in self._spans], dtype=coordinates.dtype, device=coordinates.device)
         begin = 0
         ends = torch.searchsorted(coordinates, bounds).tolist()
-        for flat, (_, first, _), end in zip(self.flat, self._spans, ends):
-            yield (flat, (coordinates[begin:end] - first).to(flat.device), slice(begin, end))
+        for number, ((_, first, _), end) in enumerate(zip(self._spans, ends)):
+            yield number, (coordinates[begin:end] - first).to(self.flat[number].device), slice(begin, end)
             begin = end
 
     def add(self, coordinates: torch.Tensor, change: torch.Tensor) -> None:
         """w̄ += change at ``coordinates``, ascending and distinct."""
-        for flat, local, part in self._cut(coordinates):
-            summed = flat.index_select(0, local) + change[part].to(flat.device)
-            flat.scatter_(0, local, summed.to(flat.dtype))
+        for number, local, part in self._cut(coordinates):
+            flat = self.flat[number]
+            _add_at(flat, self.rest[number], local, change[part].to(flat.device))
 
     def read(self, coordinates: torch.Tensor) -> torch.Tensor:
         """w̄ at ``coordinates``, ascending: shape (count,), ``reply_dtype``."""
         out = torch.empty(coordinates.numel(), dtype=self.reply_dtype, device=self.device)
-        for flat, local, part in self._cut(coordinates):
-            out[part] = flat.index_select(0, local).to(out.device, out.dtype)
+        for number, local, part in self._cut(coordinates):
+            out[part] = self.flat[number].index_select(0, local).to(out.device, out.dtype)
         return out
 
     def copy_from(self, model: GlobalModel, where: Coordinates) -> None:
         """Take over ``model``'s values at ``where``, as far as they are owned here."""
         for piece in where.pieces:
-            for flat, (number, first, last) in zip(self.flat, self._spans):
+            for flat, rest, (number, first, last) in zip(self.flat, self.rest, self._spans):
                 if number == piece.group:
                     group = model.arena.groups[number]
                     low, high = torch.searchsorted(
                         piece.in_group, torch.tensor([first - group.start, last - group.start]).to(piece.in_group)
                     ).tolist()
                     at = piece.in_group[low:high]
-                    flat.scatter_(0, at - (first - group.start), model.flat[number].index_select(0, at))
+                    for mine, theirs in ((flat, model.flat[number]), (rest, model.rest[number])):
+                        if mine is not None and theirs is not None:
+                            mine.scatter_(0, at - (first - group.start), theirs.index_select(0, at))
 
     def add_everywhere(self, change: torch.Tensor) -> None:
         """w̄ += change on the whole slice."""
         begin = 0
-        for flat in self.flat:
-            flat.copy_(flat + change[begin : begin + flat.numel()].to(flat.device))
+        for flat, rest in zip(self.flat, self.rest):
+            _add(flat, rest, change[begin : begin + flat.numel()].to(flat.device))
             begin += flat.numel()
 
     def to_bytes(self, nbytes: int) -> torch.Tensor:
         """The slice as uint8, shape (nbytes,), zeros behind it."""
         out = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
         begin = 0
-        for flat in self.flat:
-            out[begin : begin + flat.nbytes] = flat.view(torch.uint8)
-            begin += flat.nbytes
+        for tensor in self.tensors():
+            out[begin : begin + tensor.nbytes] = tensor.view(torch.uint8)
+            begin += tensor.nbytes
         return out
 
     def from_bytes(self, raw: torch.Tensor) -> None:
         """Fill the slice from ``to_bytes``."""
         begin = 0
-        for flat in self.flat:
-            flat.view(torch.uint8).copy_(raw[begin : begin + flat.nbytes])
-            begin += flat.nbytes
+        for tensor in self.tensors():
+            tensor.view(torch.uint8).copy_(raw[begin : begin + tensor.nbytes])
+            begin += tensor.nbytes
 
 
 def slice_nbytes(arena: Arena, start: int, stop: int) -> int:
-    """Bytes of the parameters at coordinates ``start`` to ``stop`` (excluded)."""
-    return sum(max(0, min(stop, group.stop) - max(start, group.start)) * group.dtype.itemsize for group in arena.groups)
+    """Bytes of w̄ at coordinates ``start`` to ``stop`` (excluded)."""
+    return sum(
+        max(0, min(stop, group.stop) - max(start, group.start)) * global_model_itemsize(group.dtype)
+        for group in arena.groups
+    )
+
+
+def global_model_itemsize(dtype: torch.dtype) -> int:
+    """Bytes of one coordinate of w̄, for a parameter of ``dtype``."""
+    return dtype.itemsize * (2 if _keeps_rest(dtype) else 1)

@@ -7,6 +7,7 @@ import torch
 from hvd_slim.chunks import index_dtype
 from hvd_slim.config import SlimConfig
 from hvd_slim.explorer import EXPLORERS
+from hvd_slim.global_model import global_model_itemsize
 from hvd_slim.values import make_codec
 from hvd_slim.wire import PairFormat, aligned
 
@@ -24,20 +25,20 @@ def extra_memory(n: int, ranks: int, path: str, config: SlimConfig, dtype: torch
     """Bytes that a rank needs at most, at any moment, beyond model, gradients and optimizer state.
 
     With K ranks; c = βn core and e = (α−β)n explorer coordinates (in a linear warm-up (1−β)n); p bytes of a parameter,
-    v of a value in sums (4; 8 in float64), i of a coordinate's number (4; 8 beyond 2^31); M(x) bytes of a message of x
-    pairs, C(x) of x narrow values. S(x) = (v + p + 8)·x moves a set of x coordinates; (v + p + 16)·x if p ≠ v. The
-    bound is the sum of what is kept,
+    g of a coordinate of w̄ (p; 2p if p = 2), v of a value in sums (4; 8 in float64), i of a coordinate's number (4; 8
+    beyond 2^31); M(x) bytes of a message of x pairs, C(x) of x narrow values. S(x) = (v + p + 8)·x moves a set of x
+    coordinates; (v + p + 16)·x if p ≠ v. The bound is the sum of what is kept,
 
-        w̄ (alltoall: what this rank knows of it)    p·n
+        w̄ (alltoall: what this rank knows of it)    g·n
         coordinates of the core, and of the others  2i·c + i·(n−c) + n/8
         the packed core (allreduce: and explorers)  v·c; allreduce v·(c+e)
         strata of the explorer                      (4+i)·e; cyclic (4+3i)·e; greedy and leader none
-        alltoall: the slice of w̄ owned              p·n/K
+        alltoall: the slice of w̄ owned              g·n/K
 
     and of the largest of what is needed for a moment,
 
         choosing a core     v·n (its significance) + 2n + i·max(n−c, 2c); (2v+8)·n for n ≤ 2^18
-        resync              2v·n, if p ≠ v 3v·n; alltoall v·(2n + n/K) + max(8n, 2p·n + p·n/K)
+        resync              2v·n, if p ≠ v 3v·n; alltoall v·(2n + n/K) + max(8n, 2g·n + g·n/K)
         a dense round       as a resync; with restore_norm at least (v+8)·n
         drawing explorers   (5+4i)·e; cyclic 32e; greedy and leader 2v·n, (2v+8)·n for n ≤ 2^18
         allgather round     2i·e + K·M(e) + max(M(e), S(c), (4i+7v)·e)
@@ -69,7 +70,8 @@ class _Memory:
         self.n, self.ranks, self.path, self.config = n, ranks, path, config
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         self.codec = make_codec(config.value_dtype, wide, config.rounding, config.seed)
-        self.p, self.v, self.i = dtype.itemsize, wide.itemsize, index_dtype(n).itemsize
+        self.p, self.g = dtype.itemsize, global_model_itemsize(dtype)
+        self.v, self.i = wide.itemsize, index_dtype(n).itemsize
         linear = config.warmup_rounds and config.warmup == "linear"
         most_explored = config.explorer_count(n, 0 if linear else None)
         self.c, self.e = (0, 0) if path == "dense" else (config.core_count(n), most_explored)
@@ -82,7 +84,7 @@ class _Memory:
     def bound(self) -> int:
         measuring = self._measuring() if self.config.exchange == "auto" else 0
         if self.path == "dense":
-            return int(max(self.p * self.n + self._dense_round(), measuring) + self._small())
+            return int(max(self.g * self.n + self._dense_round(), measuring) + self._small())
         momentary = [self._selection(), self._resync(), self._drawing(), self._round()]
         if self.config.warmup_rounds and self.config.warmup == "dense":
             momentary.append(max(self._resync(), self._with_norm()))
@@ -96,11 +98,11 @@ class _Memory:
         return _SMALL + _SMALL_PER_RANK * self.ranks + work
 
     def _kept(self) -> float:
-        n, p, v, i, c, e = self.n, self.p, self.v, self.i, self.c, self.e
+        n, g, v, i, c, e = self.n, self.g, self.v, self.i, self.c, self.e
         strata = {"random": 4 + i, "shared": 4 + i, "cyclic": 4 + 3 * i}.get(self.config.explorer, 0)
-        kept = p * n + 2 * i * c + i * (n - c) + n / 8 + v * self.reduced + strata * e
+        kept = g * n + 2 * i * c + i * (n - c) + n / 8 + v * self.reduced + strata * e
         if self.path == "alltoall":
-            kept += p * n / self.ranks
+            kept += g * n / self.ranks
         return kept if self.codec.exact else kept + v * self.reduced
 
     def _search(self, count: int) -> float:
@@ -112,13 +114,13 @@ class _Memory:
         return self.v * n + max(self._search(n), 2 * n + i * max(n - c, 2 * c))
 
     def _resync(self) -> float:
-        n, p, v = self.n, self.p, self.v
+        n, g, v = self.n, self.g, self.v
         if self.path != "alltoall":
-            return (2 if p == v else 3) * v * n
+            return (2 if self.p == v else 3) * v * n
         pushed = self._put_together(v * n, v * n * self.ranks)
-        rows = self.ranks * aligned(-(-n // self.ranks) * p)
+        rows = self.ranks * aligned(-(-n // self.ranks) * g)
         gathered = self._put_together(rows, rows)
-        return v * n + pushed + v * n / self.ranks + max(8 * n, gathered + p * n + p * n / self.ranks)
+        return v * n + pushed + v * n / self.ranks + max(8 * n, gathered + g * n + g * n / self.ranks)
 
     def _with_norm(self) -> float:
         """A sum of squares in float64 over everything."""

@@ -16,6 +16,7 @@ import torch
 
 from hvd_slim.config import SHARED_EXPLORERS, SlimConfig
 from hvd_slim.explorer import EXPLORERS
+from hvd_slim.global_model import global_model_itemsize
 from hvd_slim.memory import extra_memory
 from hvd_slim.sets import set_nbytes
 from hvd_slim.values import make_codec
@@ -260,7 +261,7 @@ class _CostModel:
         owned = self.n / self.ranks
         return [
             self._alltoall(owned * self.wide.itemsize), self._allgather(_RIDER_BYTES),
-            self._allgather(aligned(math.ceil(owned) * self.dtype.itemsize)),
+            self._allgather(aligned(math.ceil(owned) * global_model_itemsize(self.dtype))),
         ]  # fmt: skip
 
     def _slim(self, path: str) -> list[tuple[float, float]]:

@@ -201,13 +201,13 @@ class Synchronizer:
 
     def _make_equal(self, model: GlobalModel) -> None:
         """Broadcast rank 0's w̄ if the ranks' differ. Collective."""
-        if are_equal(self.transport, model.flat):
+        if are_equal(self.transport, model.tensors()):
             return
         log.warning(
             "rank %d: the ranks start from different parameters; rank 0's are broadcast to all", self.transport.rank
         )
-        for flat in model.flat:
-            self.transport.broadcast(flat.view(torch.uint8), 0, "start").wait()
+        for tensor in model.tensors():
+            self.transport.broadcast(tensor.view(torch.uint8), 0, "start").wait()
         model.settle_everywhere()
 
     def _reselect(self, exchange: SlimExchange) -> None:
@@ -273,7 +273,7 @@ class Synchronizer:
             state["size"] = self.transport.size
             state["path"] = self._path
             state["layout"] = arena.describe()
-            state["global_model"] = [flat.clone() for flat in self._exchange.model.flat]
+            state["global_model"] = [tensor.clone() for tensor in self._exchange.model.tensors()]
             state["core"] = None if self._core is None else self._core.clone()
             state["exchange"] = self._exchange.state()
         return state
@@ -303,8 +303,8 @@ class Synchronizer:
             )
         if state["config"] != self.config.to_dict():
             log.warning("the checkpoint was written with other hvd_slim options; this run's options are used")
-        for flat, saved in zip(model.flat, state["global_model"]):
-            flat.copy_(saved)
+        for tensor, saved in zip(model.tensors(), state["global_model"]):
+            tensor.copy_(saved)
         if state.get("shared") or (state["path"], state["size"]) == (path, self.transport.size):
             return True
         log.warning(

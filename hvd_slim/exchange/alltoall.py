@@ -153,7 +153,7 @@ class AlltoallExchange(SlimExchange):
         self.owned.add_everywhere(mean)
         whole = self.whole_model(phase)
         with self.stats.timed("merge"):
-            for mine, seen in zip(self.model.flat, whole.flat):
+            for mine, seen in zip(self.model.tensors(), whole.tensors()):
                 mine.copy_(seen)
             self.model.settle_everywhere()
 
@@ -182,11 +182,11 @@ class AlltoallExchange(SlimExchange):
 
     def state(self) -> dict[str, Any]:
         """This rank's slice of w̄."""
-        return {"owned": [flat.clone() for flat in self.owned.flat]}
+        return {"owned": [tensor.clone() for tensor in self.owned.tensors()]}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take back this rank's slice of w̄; without one, what the rank knows of w̄ stands."""
-        for mine, saved in zip(self.owned.flat, state.get("owned", ())):
+        for mine, saved in zip(self.owned.tensors(), state.get("owned", ())):
             mine.copy_(saved)
 
 

@@ -50,7 +50,7 @@ class Exchange(abc.ABC):
 
     def replicated_values(self) -> list[torch.Tensor]:
         """What of w̄ every rank holds, and must hold to the same bits. Not collective."""
-        return self.model.flat
+        return self.model.tensors()
 
     def whole_model(self) -> GlobalModel:
         """w̄, entire. Not collective where every rank holds it; collective where each holds a slice."""

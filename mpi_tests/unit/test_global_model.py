@@ -27,6 +27,12 @@ def mean(model: GlobalModel) -> torch.Tensor:
     return torch.cat([flat.to(model.arena.value_dtype) for flat in model.flat])
 
 
+def rest(model: GlobalModel) -> torch.Tensor:
+    """What rounding kept back of w̄, as a vector of value dtype."""
+    parts = [torch.zeros_like(flat) if kept is None else kept for flat, kept in zip(model.flat, model.rest)]
+    return torch.cat([part.to(model.arena.value_dtype) for part in parts])
+
+
 def rounded(arena: Arena, values: torch.Tensor) -> torch.Tensor:
     """``values`` as each parameter's own dtype can hold them."""
     parts = [values[g.start : g.stop].to(g.dtype).to(arena.value_dtype) for g in arena.groups]
@@ -155,14 +161,33 @@ def test_swap_keeps_every_bit(value: float) -> None:
     assert torch.equal(parameter.data.clone().view(torch.int32), bits)
 
 
-def test_repeated_small_changes_are_not_lost_in_the_live_parameters() -> None:
-    """bfloat16: a change too small for w̄'s dtype changes neither w̄ nor w_k, so the two never part."""
-    parameter = torch.ones(4, dtype=torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("change", ["absorb", "advance", "absorb_everywhere", "owned", "owned everywhere"])
+def test_changes_too_small_for_the_dtype_add_up(change: str, dtype: torch.dtype) -> None:
+    """256 changes by 1/32 of what the dtype can tell apart: w̄ moves by eight of it, and nothing becomes pending."""
+    start, unit = torch.tensor([1.0, 3.0, -1.5, 260.0]), torch.tensor([1.0, 2.0, 1.0, 256.0]) * torch.finfo(dtype).eps
+    parameter = start.to(dtype)
     model = GlobalModel(Arena([("w", parameter)]))
-    where = model.arena.locate(torch.arange(4))
-    for _ in range(100):
-        model.advance(where, torch.full((4,), 1e-4))
-    assert torch.equal(model.flat[0], parameter)
+    owned = OwnedSlice(model, 0, 4)
+    everywhere = torch.arange(4)
+    where = model.arena.locate(everywhere)
+    for _ in range(256):
+        if change == "absorb":
+            model.absorb(where, unit / 32)
+            model.settle(where)
+        elif change == "advance":
+            model.advance(where, unit / 32)
+        elif change == "absorb_everywhere":
+            model.absorb_everywhere(unit / 32)
+            model.settle_everywhere()
+        elif change == "owned":
+            owned.add(everywhere, unit / 32)
+        else:
+            owned.add_everywhere(unit / 32)
+    moved = owned.flat[0] if change.startswith("owned") else model.flat[0]
+    assert torch.equal(moved.float(), start + 8 * unit)
+    if not change.startswith("owned"):
+        assert torch.equal(model.flat[0], parameter)
 
 
 def test_parameters_without_elements() -> None:
@@ -186,11 +211,12 @@ def test_slices_together_are_the_whole(case: Case, ranks: int) -> None:
     for start, stop in zip(bounds, bounds[1:]):
         owned = OwnedSlice(case.model, start, stop)
         nbytes = slice_nbytes(case.arena, start, stop)
-        assert nbytes == sum(flat.nbytes for flat in owned.flat)
+        assert nbytes == sum(tensor.nbytes for tensor in owned.tensors())
         raw = owned.to_bytes(nbytes + 5)
         assert not raw[nbytes:].any()
         OwnedSlice(whole, start, stop, share=True).from_bytes(raw)
     assert torch.equal(mean(whole), case.w_bar)
+    assert torch.equal(rest(whole), rest(case.model))
     case.expect(case.w, case.w_bar)
 
 
