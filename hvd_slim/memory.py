@@ -27,7 +27,7 @@ def extra_memory(n: int, ranks: int, path: str, config: SlimConfig, dtype: torch
     With K ranks; c = βn core and e = (α−β)n explorer coordinates (in a linear warm-up (1−β)n); p bytes of a parameter,
     g of a coordinate of w̄ (p; 2p if p = 2), v of a value in sums (4; 8 in float64), i of a coordinate's number (4; 8
     beyond 2^31); M(x) bytes of a message of x pairs, C(x) of x narrow values. S(x) = (v + p + 8)·x moves a set of x
-    coordinates; (v + p + 16)·x if p ≠ v. The bound is the sum of what is kept,
+    coordinates; (v + p + 16)·x if p ≠ v, and 2(g − p)·x more. The bound is the sum of what is kept,
 
         w̄ (alltoall: what this rank knows of it)    g·n
         coordinates of the core, and of the others  2i·c + i·(n−c) + n/8
@@ -142,7 +142,7 @@ class _Memory:
 
     def _set(self, count: int) -> float:
         """Moving a set of coordinates; torch widens their numbers to eight bytes, and copies that for narrow dtypes."""
-        return (self.v + self.p + (8 if self.p == self.v else 16)) * count
+        return (self.v + self.p + (8 if self.p == self.v else 16) + 2 * (self.g - self.p)) * count
 
     def _round(self) -> float:
         p, v, i, c, e, ranks = self.p, self.v, self.i, self.c, self.e, self.ranks
