@@ -14,10 +14,14 @@ setup(
     packages=find_packages(include=["hvd_slim", "hvd_slim.*"]),
     package_data={"hvd_slim": ["py.typed"]},
     install_requires=["numpy", "torch>=2.1"],
+    entry_points={"console_scripts": ["hvd-slim = hvd_slim.cli:main"]},
     extras_require={
         "horovod": ["horovod>=0.28"],
         "mpi": ["mpi4py>=3.1"],
+        "cli": ["tqdm", "matplotlib"],
         "examples": ["tqdm", "matplotlib"],
-        "test": ["pytest", "pytest-timeout", "hypothesis", "psutil", "mpi4py", "ruff", "mypy"],
+        "tensorboard": ["tensorboard"],
+        "docs": ["pdoc"],
+        "test": ["pytest", "pytest-timeout", "hypothesis", "psutil", "mpi4py", "ruff", "mypy", "tensorboard", "pdoc"],
     },
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 import os
 import platform
 import sys
@@ -19,14 +18,16 @@ from records import Record, append_record, megabytes, recorded_command
 from tqdm import tqdm
 
 import hvd_slim as hvd
+from hvd_slim.records import finite
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """One point of the curve: mean test loss, test accuracy (percent), bytes that this rank has sent so far."""
+    """One point of the curve: seconds of training, mean test loss, test accuracy (percent), bytes sent by this rank."""
 
     step: int
     epoch: float
+    seconds: float
     test_loss: float
     test_accuracy: float
     bytes_sent: float
@@ -81,7 +82,7 @@ class RunLog:
 
     def evaluated(self, epoch: float, test_loss: float, test_accuracy: float) -> None:
         """Add a point to the curve, and print it on rank 0."""
-        point = Evaluation(self.step, epoch, test_loss, test_accuracy, self.bytes_sent)
+        point = Evaluation(self.step, epoch, self._seconds, test_loss, test_accuracy, self.bytes_sent)
         self.curve.append(point)
         self._bar.set_postfix_str(f"test accuracy {test_accuracy:.2f} %", refresh=False)
         self._say(
@@ -150,15 +151,4 @@ class RunLog:
             },
             "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         }
-        return _finite(record)
-
-
-def _finite(value: Any) -> Any:
-    """The value with NaN and infinities, which JSON has not, as None: a run that diverged is recorded too."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return value
+        return finite(record)

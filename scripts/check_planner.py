@@ -6,8 +6,7 @@
 ``run`` prints one JSON line for each size and setting; ``table`` makes a Markdown table of such lines from standard
 input, and fails if a pick was more than 15 % slower than the fastest path.
 
-A path's time is the mean over a re-selection period: medians of rounds with and without a new core, paths in turn, and
-of each round the time of its slowest rank.
+How a path's time is measured, ``hvd_slim.benchmark`` says; paths take turns.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import statistics
 import sys
 import time
 from typing import Any
@@ -28,67 +26,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "shared 0.02": {"explorer": "shared", "comm_fraction": 0.02, "core_fraction": 0.01},
     "leader 0.02": {"explorer": "leader", "comm_fraction": 0.02, "core_fraction": 0.01},
 }
-_TENSORS = 20
-_PLAIN_ROUNDS = 2  # after each that chooses a core
-
-
-class Path:
-    """Rounds of one path, on a model of its own."""
-
-    def __init__(self, name: str, config: Any, n: int) -> None:
-        from hvd_slim.synchronizer import Synchronizer
-        from hvd_slim.transport import make_transport
-
-        generator = torch.Generator().manual_seed(0)
-        self.name, self.config = name, dataclasses.replace(config, exchange=name)
-        sizes = [n * (i + 1) // _TENSORS - n * i // _TENSORS for i in range(_TENSORS)]
-        self._named = [(f"{i}", torch.nn.Parameter(torch.randn(m, generator=generator))) for i, m in enumerate(sizes)]
-        for _, parameter in self._named:
-            parameter.grad = torch.randn(parameter.shape, generator=generator)
-        self.synchronizer = Synchronizer(self.config, make_transport(self.config, f"check.{name}", None), False)
-        self.synchronizer.before_step(self._named)
-        self.plain: list[float] = []
-        self.selecting: list[float] = []
-        self.period(0)  # which does not count
-
-    def period(self, number: int) -> None:
-        """A few rounds from the beginning of re-selection period ``number``. Collective."""
-        self.synchronizer.rounds = number * self.config.reselect_every
-        # Dense rounds are all alike.
-        selecting, *plain = (self._round() for _ in range(1 if self.name == "dense" else 1 + _PLAIN_ROUNDS))
-        if number:
-            self.selecting.append(selecting)
-            self.plain += plain or [selecting]
-
-    def _round(self) -> float:
-        import horovod.torch as hvd
-
-        for _, parameter in self._named:
-            parameter.data.add_(parameter.grad, alpha=1e-4 * (1 + hvd.rank()))
-        self.synchronizer.before_step(self._named)
-        hvd.barrier()
-        begin = time.perf_counter()
-        self.synchronizer.after_step()
-        return time.perf_counter() - begin
-
-    def seconds(self) -> float:
-        """The mean over a re-selection period. Collective."""
-        import horovod.torch as hvd
-
-        plain, selecting = (
-            statistics.median(max(rounds) for rounds in zip(*hvd.allgather_object(times, name=f"{self.name} {kind}")))
-            for kind, times in (("plain", self.plain), ("selecting", self.selecting))
-        )
-        q = self.config.reselect_every
-        return (selecting + (q - 1) * plain) / q
 
 
 def run(args: argparse.Namespace) -> None:
     """Measure and predict; rank 0 prints the lines. Collective."""
     import horovod.torch as hvd
 
-    from hvd_slim import planner, probe
-    from hvd_slim.arena import Arena
+    from hvd_slim import planner
+    from hvd_slim.benchmark import BenchedSetting, stand_in
     from hvd_slim.config import SlimConfig
 
     torch.set_num_threads(1)
@@ -96,14 +41,17 @@ def run(args: argparse.Namespace) -> None:
     for n in args.parameters:
         for setting in args.settings:
             config = SlimConfig(**SETTINGS[setting])
-            paths = [Path(name, config, n) for name in planner.allowed_paths(config, n)]
+            paths = {
+                name: BenchedSetting(dataclasses.replace(config, exchange=name), stand_in(n), f"check.{name}")
+                for name in planner.allowed_paths(config, n)
+            }
             for repeat in range(args.repeats):
-                for path in paths:
+                for path in paths.values():
                     path.period(1 + repeat)
-            measured = {path.name: path.seconds() for path in paths}
+            measured = {name: path.seconds() for name, path in paths.items()}
             hvd.barrier()
             begin = time.perf_counter()
-            network = probe.measure(paths[0].synchronizer.transport, Arena(paths[0]._named), config)
+            network = next(iter(paths.values())).network()
             probing = time.perf_counter() - begin
             predictions = planner.predict(n, hvd.size(), config, network)
             if hvd.rank() == 0:
