@@ -18,8 +18,10 @@ from hvd_slim.functions import (
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
+    shutdown,
 )
 from hvd_slim.optimizer import DistributedOptimizer
+from hvd_slim.training_log import TrainingLog
 from hvd_slim.uneven import join, uneven_inputs
 from hvd_slim.watchdog import StalledError
 
@@ -31,6 +33,7 @@ __all__ = [
     "RankMismatchError",
     "SlimConfig",
     "StalledError",
+    "TrainingLog",
     "allgather_object",
     "average_buffers",
     "broadcast_object",
@@ -38,6 +41,7 @@ __all__ = [
     "broadcast_parameters",
     "elastic",
     "join",
+    "shutdown",
     "uneven_inputs",
 ]
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hvd_slim import horovod_module, noticeboard
 from hvd_slim.agreement import RankMismatchError, require_equal
 from hvd_slim.broadcasting import (
     broadcast_pickle,
@@ -32,6 +33,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "shutdown",
 ]
 
 _NO_PROBLEM = "none"
@@ -157,6 +159,12 @@ def allgather_object(obj: Any, name: str | None = None, process_set: Any = None)
     # Latin-1 maps bytes to characters one to one.
     of_rank = [text.encode("latin-1") for text in transport.gather_texts(message.decode("latin-1"))]
     return [pickle.loads(data) for data in [pickled_part(transport, rank, m) for rank, m in enumerate(of_rank)]]
+
+
+def shutdown() -> None:
+    """Horovod's ``shutdown``, with word left for ranks that still wait in a round: they fail, and can say why."""
+    noticeboard.leave()
+    horovod_module.require().shutdown()
 
 
 def _place_of(root_rank: int, transport: Transport, process_set: Any) -> int:

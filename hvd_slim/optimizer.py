@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hvd_slim import horovod_module
+from hvd_slim import horovod_module, launchers
 from hvd_slim.adaptive import is_adaptive
 from hvd_slim.buffers import average_buffers
 from hvd_slim.config import SlimConfig
@@ -176,6 +176,7 @@ class _Attachment:
     def synchronizer(self) -> Synchronizer:
         """The synchronizer, made at the first call. Collective then."""
         if self.started is None:
+            _require_company()
             name = agree_on_name(self.config, self.process_set)
             transport = make_transport(self.config, name, self.process_set)
             self.started = Synchronizer(self.config, transport, self.restore_norm)
@@ -183,6 +184,13 @@ class _Attachment:
                 self.started.load_state_dict(self._loaded)
                 self._loaded = None
         return self.started
+
+
+def _require_company() -> None:
+    """Refuse to train alone beside others by mistake: several tasks of one SLURM step, each of which sees one rank."""
+    problem = launchers.lonely_task(horovod_module.require().size())
+    if problem is not None:
+        raise RuntimeError(problem)
 
 
 _attachments: weakref.WeakSet[_Attachment] = weakref.WeakSet()

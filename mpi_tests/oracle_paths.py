@@ -41,6 +41,8 @@ class PathOracle(Oracle):
         self.warmup_rounds, self.warmup = warmup_rounds, warmup
         self.comm_fraction = options.get("comm_fraction", 0.3)
         self.always_dense = exchange == "dense" or self.core_size == self.n
+        if self.always_dense:
+            self.exchange = "dense"  # also when the core is everything: no path of its own is left
         self.base = [self.w_bar.copy() for _ in range(self.K)]
         self.exactly_summed: Vector = np.arange(0)  # coordinates of the latest round whose sum an allreduce made
         self.chose = False

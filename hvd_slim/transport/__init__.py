@@ -29,12 +29,18 @@ def agree_on_name(config: SlimConfig, process_set: Any) -> str:
 
 
 def make_transport(config: SlimConfig, name: str, process_set: Any) -> Transport:
-    """The transport that the settings name, over a Horovod process set (None for all ranks). Collective for "mpi"."""
+    """The transport that the settings name, over a Horovod process set (None for all ranks). Collective."""
+    import horovod.torch as hvd
+
+    from hvd_slim.transport.horovod import HorovodTransport
+    from hvd_slim.transport.noticeboards import connect
+
     seconds = config.warn_after, config.stall_limit
+    members = HorovodTransport(f"{name}.board", process_set, Stats(), MESSAGE_LIMIT, *seconds)
+    ranks = None if process_set is None else process_set.ranks
+    board = connect(hvd, members, ranks or range(members.size), name)
     if config.transport == "mpi":
         from hvd_slim.transport.mpi import MpiTransport
 
-        return MpiTransport(name, process_set, Stats(), config.max_message_bytes, *seconds)
-    from hvd_slim.transport.horovod import HorovodTransport
-
-    return HorovodTransport(name, process_set, Stats(), config.max_message_bytes, *seconds)
+        return MpiTransport(name, process_set, Stats(), config.max_message_bytes, *seconds, board)
+    return HorovodTransport(name, process_set, Stats(), config.max_message_bytes, *seconds, board)

@@ -50,7 +50,7 @@ class Transport(abc.ABC):
                 piece.wait()
             return tensor
 
-        return Pending(wait)
+        return Pending(_profiled(phase, wait))
 
     def allgather(self, tensor: torch.Tensor, phase: str) -> Pending[torch.Tensor]:
         """Launch the gathering of every rank's bytes. Collective, non-blocking.
@@ -70,7 +70,7 @@ class Transport(abc.ABC):
             gathered = [piece.wait().view(self.size, -1) for piece in pieces]
             return gathered[0] if len(gathered) == 1 else torch.cat(gathered, dim=1)
 
-        return Pending(wait)
+        return Pending(_profiled(phase, wait))
 
     def broadcast(self, tensor: torch.Tensor, root: int, phase: str) -> Pending[torch.Tensor]:
         """Launch the copy of rank ``root``'s ``tensor`` to every rank, in place. Collective, non-blocking."""
@@ -84,7 +84,7 @@ class Transport(abc.ABC):
                 piece.wait()
             return tensor
 
-        return Pending(wait)
+        return Pending(_profiled(phase, wait))
 
     def alltoall(self, tensor: torch.Tensor, counts: list[int], most: int, phase: str) -> Pending[Received]:
         """Launch the exchange of one message between every two ranks. Collective, non-blocking.
@@ -118,7 +118,7 @@ class Transport(abc.ABC):
             by_piece = [part.split(counts) for part, counts in parts]
             return torch.cat([part[rank] for rank in range(self.size) for part in by_piece]), received
 
-        return Pending(wait)
+        return Pending(_profiled(phase, wait))
 
     def any_rank(self, flag: bool) -> bool:
         """Whether ``flag`` holds on any rank. Collective, blocking."""
@@ -160,6 +160,16 @@ def _cut(tensor: torch.Tensor, step: int, phase: str) -> list[tuple[torch.Tensor
 
 def _piece_name(phase: str, number: int) -> str:
     return f"{phase}.{number}" if number else phase
+
+
+def _profiled(phase: str, wait: Callable[[], Result]) -> Callable[[], Result]:
+    """``wait``, under the phase's name in the torch profiler."""
+
+    def named() -> Result:
+        with torch.profiler.record_function(f"hvd_slim::{phase}"):
+            return wait()
+
+    return named
 
 
 def phase_of(name: str) -> str:

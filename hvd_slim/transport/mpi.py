@@ -8,27 +8,24 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
-import ctypes
-import importlib.util
-import json
 import os
 import queue
-import re
 import threading
 import time
 import weakref
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
-from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from hvd_slim.noticeboard import Noticeboard
 from hvd_slim.stats import Stats
-from hvd_slim.transport.base import MESSAGE_LIMIT, Pending, Received, Transport
+from hvd_slim.transport.base import MESSAGE_LIMIT, Pending, Received, Transport, phase_of
 from hvd_slim.transport.horovod import HorovodTransport
-from hvd_slim.watchdog import Watchdog
+from hvd_slim.transport.mpi_environment import MpiTransportError, agree_on_mpi, before_mpi_ends, watch_horovod
+from hvd_slim.watchdog import StalledError, Watchdog
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -45,13 +42,9 @@ _MOST_STARTED = 4  # collectives
 _SHORTEST_SLEEP, _LONGEST_SLEEP = 2e-5, 5e-4  # seconds; doubled as long as nothing moves
 _SECONDS_TO_LOOK_AROUND = 1.0  # between questions whether the other ranks are still there
 _SECONDS_TO_DRAIN = 5.0  # for what is in flight when this rank or another one ends: it may be all but complete
+_SECONDS_IF_STALLED = 0.5  # for the same, once it has been waited for in vain
 
 _CLOSED = "the transport is closed: another rank or this one ended (see the first error), or called hvd.shutdown()"
-_INSTEAD = 'or choose transport="horovod"'
-
-
-class MpiTransportError(RuntimeError):
-    """MPI cannot be used beside this Horovod, or a collective failed. One line: the rank, the cause, the remedy."""
 
 
 class MpiTransport(Transport):
@@ -67,6 +60,7 @@ class MpiTransport(Transport):
         stats: where bytes are counted.
         limit: bytes that one collective may carry, summed over ranks.
         warn_after, stall_limit: seconds of waiting for other ranks before a warning, and before ``StalledError``.
+        board: where late ranks are asked for; None if they cannot be.
 
     Raises:
         MpiTransportError: on every rank of the process set, when mpi4py and Horovod do not share an MPI with
@@ -75,23 +69,25 @@ class MpiTransport(Transport):
 
     def __init__(
         self, name: str, process_set: Any, stats: Stats, limit: int = MESSAGE_LIMIT, warn_after: float = 10.0,
-        stall_limit: float = 300.0,
+        stall_limit: float = 300.0, board: Noticeboard | None = None,
     ) -> None:  # fmt: skip
         import horovod.torch as hvd
 
         # Rank, size and the first agreement are Horovod's: it works whatever is wrong with MPI.
-        horovod = HorovodTransport(name, process_set, stats, limit, warn_after, stall_limit)
+        horovod = HorovodTransport(name, process_set, stats, limit, warn_after, stall_limit, board)
         super().__init__(horovod.rank, horovod.size, stats, limit)
-        mpi, world_ranks = _agree_on_mpi(hvd, horovod)
+        mpi, world_ranks = agree_on_mpi(hvd, horovod)
         group = mpi.COMM_WORLD.Get_group().Incl(world_ranks)
         first = mpi.COMM_WORLD.Create_group(group)
         second = first.Dup()
         for communicator in (first, second):
             communicator.Set_errhandler(mpi.ERRORS_RETURN)  # mpi4py raises what is returned
-        self._watchdog = Watchdog(self.rank, warn_after, stall_limit)
+        self._watchdog = Watchdog(self.rank, warn_after, stall_limit, name, board)
         self._name, self._mpi = name, mpi
         self._first, self._second = first, second
-        self._progress = _Progress(f"rank {self.rank}, {name}", _watch(hvd))
+        self._closed = False
+        self._horovod_runs = watch_horovod(hvd)
+        self._progress = _Progress(f"rank {self.rank}, {name}", self._horovod_runs)
         self._end_with_self = weakref.finalize(self, self._progress.stop, wait=False)
         self._end_with_self.atexit = False  # then _end_all does it, while Horovod and MPI still run
         _end_before_mpi(mpi, self._progress)
@@ -106,6 +102,7 @@ class MpiTransport(Transport):
         Never required: the thread also ends with the transport and with the process. The communicators stay until
         MPI_Finalize, because freeing one is collective.
         """
+        self._closed = True
         self._progress.stop()
 
     def gather_texts(self, text: str) -> list[str]:
@@ -120,7 +117,7 @@ class MpiTransport(Transport):
             yield second.Iallgatherv([data, byte], [gathered, lengths.tolist(), byte])
             return [bytes(part).decode() for part in np.split(gathered, lengths.cumsum()[:-1])]
 
-        return self._result(self._launch("agreement", steps()))
+        return self._result(self._launch("agreement", steps()), "agreement")
 
     def _allreduce(self, tensor: torch.Tensor, name: str) -> Pending[torch.Tensor]:
         if tensor.dtype not in (torch.float32, torch.float64):
@@ -135,7 +132,7 @@ class MpiTransport(Transport):
 
         def wait() -> torch.Tensor:
             for future in futures:
-                self._result(future)
+                self._result(future, name)
             return buffer.write_back()
 
         return Pending(wait)
@@ -172,7 +169,7 @@ class MpiTransport(Transport):
             return gathered
 
         future = self._launch(name, steps(), buffer.filled)
-        return Pending(lambda: buffer.to_device(self._result(future)))
+        return Pending(lambda: buffer.to_device(self._result(future, name)))
 
     def _broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Pending[torch.Tensor]:
         buffer = _HostBuffer(tensor)
@@ -186,7 +183,7 @@ class MpiTransport(Transport):
         future = self._launch(name, steps(), buffer.filled)
 
         def wait() -> torch.Tensor:
-            self._result(future)
+            self._result(future, name)
             return buffer.write_back()
 
         return Pending(wait)
@@ -206,7 +203,7 @@ class MpiTransport(Transport):
         future = self._launch(name, steps(), buffer.filled)
 
         def wait() -> Received:
-            messages, received = self._result(future)
+            messages, received = self._result(future, name)
             return buffer.to_device(messages), received
 
         return Pending(wait)
@@ -216,9 +213,18 @@ class MpiTransport(Transport):
         self._progress.launch(operation)
         return operation.future
 
-    def _result(self, future: Future[Any]) -> Any:
-        self._watchdog.wait(lambda: _is_done(future))
-        return future.result()
+    def _result(self, future: Future[Any], name: str) -> Any:
+        try:
+            self._watchdog.wait(lambda: _is_done(future), phase_of(name))
+        except StalledError:
+            self._progress.seconds_to_drain = _SECONDS_IF_STALLED
+            raise
+        try:
+            return future.result()
+        except MpiTransportError as error:
+            if self._horovod_runs() or self._closed:
+                raise
+            raise MpiTransportError(self._watchdog.obituary(phase_of(name), error)) from error
 
 
 def _is_done(future: Future[Any]) -> bool:
@@ -294,10 +300,14 @@ class _Progress:
     Args:
         whose: rank and transport, for messages.
         horovod_runs: whether it has not been shut down, here or by a rank that ended; never blocks.
+
+    Attributes:
+        seconds_to_drain: left to what is in flight at the end.
     """
 
     def __init__(self, whose: str, horovod_runs: Callable[[], bool]) -> None:
         self._whose, self._horovod_runs = whose, horovod_runs
+        self.seconds_to_drain = _SECONDS_TO_DRAIN
         self._process = os.getpid()
         self._lock = threading.RLock()  # the garbage collector may call stop() anywhere
         self._launched: queue.SimpleQueue[_Operation | None] = queue.SimpleQueue()
@@ -324,7 +334,7 @@ class _Progress:
         if os.getpid() != self._process:
             return
         with self._lock:
-            self._deadline = self._deadline or time.monotonic() + _SECONDS_TO_DRAIN
+            self._deadline = self._deadline or time.monotonic() + self.seconds_to_drain
             thread = self._thread
         if thread is None:
             self._end(_CLOSED)
@@ -360,7 +370,7 @@ class _Progress:
             else:
                 looked_at = now
                 if self._deadline is None and not self._horovod_runs():
-                    self._deadline = now + _SECONDS_TO_DRAIN
+                    self._deadline = now + self.seconds_to_drain
 
     def _take(self, sleep: float | None) -> None:
         """Take what was launched, after at most ``sleep`` seconds without anything (None: without end)."""
@@ -403,17 +413,16 @@ class _Progress:
 
 _running: set[_Progress] = set()
 _abandoned: set[_Progress] = set()  # MPI may still write into the memory of what they left unfinished
-_attribute: int | None = None
+_ends_in_time = False
 
 
 def _end_before_mpi(mpi: Any, progress: _Progress) -> None:
-    """No thread may be inside MPI when it is finalized, at exit by mpi4py or at any time by Horovod's own thread."""
-    global _attribute
+    """No thread may be inside MPI when it is finalized."""
+    global _ends_in_time
     _running.add(progress)
-    if _attribute is None:
-        # MPI_Finalize begins by deleting the attributes of COMM_SELF (MPI standard, section "Finalization hooks").
-        _attribute = mpi.Comm.Create_keyval(delete_fn=lambda *_: _end_all())
-        mpi.COMM_SELF.Set_attr(_attribute, None)
+    if not _ends_in_time:
+        _ends_in_time = True
+        before_mpi_ends(mpi, _end_all)
         atexit.register(_end_all)
 
 
@@ -421,89 +430,3 @@ def _end_all() -> None:
     for wait in (False, True):
         for progress in list(_running):
             progress.stop(wait)
-
-
-# Whether MPI can be used ----------------------------------------------------------------------------------------------
-
-
-def _agree_on_mpi(hvd: Any, horovod: HorovodTransport) -> tuple[Any, list[int]]:
-    """mpi4py's MPI module and the members' ranks in COMM_WORLD, once it is known to work on every one of them."""
-    mpi: Any = None
-    mine: dict[str, Any] = {"problem": None, "world_rank": None}
-    try:
-        mpi = _load_mpi(hvd)
-        mine["world_rank"] = mpi.COMM_WORLD.Get_rank()
-    except MpiTransportError as error:
-        mine["problem"] = str(error)
-    texts = [json.dumps(mine)] if horovod.size == 1 else horovod.gather_texts(json.dumps(mine))
-    of_rank = [json.loads(text) for text in texts]
-    for rank, facts in enumerate(of_rank):
-        if facts["problem"]:
-            raise MpiTransportError(f'transport="mpi" cannot work on rank {rank}: {facts["problem"]}')
-    world_ranks = [facts["world_rank"] for facts in of_rank]
-    if len(set(world_ranks)) < horovod.size:
-        raise MpiTransportError(
-            f"Horovod counts {horovod.size} ranks, but MPI gives them ranks {world_ranks}; start the job with mpirun, "
-            f"srun --mpi or horovodrun --mpi, {_INSTEAD}"
-        )
-    return mpi, world_ranks
-
-
-def _load_mpi(hvd: Any) -> Any:
-    """mpi4py's MPI module, on the MPI that Horovod runs on.
-
-    Raises:
-        MpiTransportError: one line that says what to do.
-    """
-    if not hvd.mpi_built():
-        raise MpiTransportError(f"Horovod is built without MPI; rebuild it with HOROVOD_WITH_MPI=1, {_INSTEAD}")
-    if not hvd.mpi_enabled():
-        # Importing mpi4py would initialise an MPI of one rank.
-        raise MpiTransportError(f"Horovod runs on Gloo; start the job with mpirun or horovodrun --mpi, {_INSTEAD}")
-    try:
-        import mpi4py
-
-        libraries = _libraries(importlib.util.find_spec("mpi4py.MPI"))
-        # Importing mpi4py beside another MPI than its own would crash.
-        if len(libraries) <= 1:
-            mpi4py.rc.initialize = False  # Horovod has done it; a second MPI would start alone
-            from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
-        raise MpiTransportError(
-            f"mpi4py does not import ({' '.join(str(error).split())}); run `pip install mpi4py`, {_INSTEAD}"
-        ) from error
-    if len(libraries) > 1 or not MPI.Is_initialized():
-        raise MpiTransportError(
-            f"mpi4py is built for another MPI than Horovod ({', '.join(sorted(libraries)) or 'unknown libraries'}); "
-            "with Horovod's mpicc on PATH, run `pip install --force-reinstall --no-cache-dir --no-binary mpi4py "
-            f"mpi4py`, {_INSTEAD}"
-        )
-    if MPI.Is_finalized():
-        raise MpiTransportError(f"MPI is finalized; build optimizers before hvd.shutdown(), {_INSTEAD}")
-    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        raise MpiTransportError(
-            "MPI runs without THREAD_MULTIPLE; unset HOROVOD_MPI_THREADS_DISABLE, do not initialise MPI with less "
-            f"before hvd.init(), or use an MPI built with it, {_INSTEAD}"
-        )
-    return MPI
-
-
-def _libraries(mpi4py: ModuleSpec | None) -> set[str]:
-    """The MPI libraries in this process and those that mpi4py would add; empty where the system does not tell."""
-    try:
-        with open("/proc/self/maps") as lines:
-            loaded = {path for line in lines for path in re.findall(r"/\S*/libmpi(?:ch)?\.so\S*", line)}
-        with open(str(mpi4py and mpi4py.origin), "rb") as module:
-            needed = {name.decode() for name in re.findall(rb"\0(libmpi(?:ch)?\.so[.\d]*)\0", module.read())}
-    except OSError:
-        return set()
-    there = {name for name in needed for path in loaded if os.path.basename(path).startswith(name)}
-    return loaded | (needed - there)
-
-
-def _watch(hvd: Any) -> Callable[[], bool]:
-    """Whether Horovod has not been shut down, here or by a rank that ended; never blocks."""
-    # hvd.size() and hvd.is_initialized() go on answering after another rank has ended.
-    ask = hvd.mpi_ops._basics.MPI_LIB_CTYPES.horovod_process_set_ranks
-    ranks = (ctypes.c_int * hvd.size())()
-    return lambda: ask(0, ranks) == 0

@@ -37,10 +37,11 @@ def bad_end(launcher: list[str], how: str) -> str:
 
 @every_launcher
 def test_a_rank_is_killed(launcher: list[str]) -> None:
+    """CASES 3."""
     bad_end(launcher, "killed")
 
 
 @every_launcher
 def test_a_rank_raises(launcher: list[str]) -> None:
-    """The first cause is visible, too."""
+    """CASES 3. The first cause is visible, too."""
     assert "RuntimeError: this rank has had enough" in bad_end(launcher, "raises")

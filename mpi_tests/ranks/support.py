@@ -177,7 +177,7 @@ def gather(values: np.ndarray) -> np.ndarray:
 def identical_on_all_ranks(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether the tensors hold the same bytes on every rank; the answer is the same on all. Collective."""
     data = b"".join(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors)
-    rows = hvd.allgather(torch.frombuffer(bytearray(data), dtype=torch.uint8).view(1, -1), name="compare")
+    rows = hvd.allgather(torch.frombuffer(bytearray(data or b"none"), dtype=torch.uint8).view(1, -1), name="compare")
     return bool((rows == rows[0]).all())
 
 

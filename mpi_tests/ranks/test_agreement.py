@@ -104,6 +104,7 @@ def all_ranks_are_told(named: Named, optimizer: Any, value: str, other: str) -> 
 
 @pytest.mark.parametrize(("change", "value", "other"), MODELS, ids=[change.__name__ for change, _, _ in MODELS])
 def test_another_model_on_the_last_rank(change: Callable[[Named], Named], value: str, other: str) -> None:
+    """CASES 1."""
     named = make_model()
     if hvd.rank() == hvd.size() - 1:
         named = change(named)
@@ -116,6 +117,7 @@ def test_another_model_on_the_last_rank(change: Callable[[Named], Named], value:
 
 @pytest.mark.parametrize(("option", "value", "other"), OPTIONS, ids=[option for option, _, _ in OPTIONS])
 def test_another_option_on_the_last_rank(option: str, value: Any, other: Any) -> None:
+    """CASES 1."""
     named = make_model()
     last = hvd.rank() == hvd.size() - 1
     optimizer = slim(named, **{option: other if last else value})

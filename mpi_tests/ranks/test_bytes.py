@@ -168,7 +168,7 @@ def test_bytes_are_those_handed_to_horovod(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_collectives_a_round_do_not_grow_with_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """4 tensors or 400, the same number of numbers: the same calls with the same bytes in every round."""
+    """CASES 43. 4 tensors or 400, the same number of numbers: the same calls with the same bytes in every round."""
     calls = Calls(monkeypatch)
     of_rounds = []
     for count in (4, 400):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import io
+import logging
 import pickle
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -135,7 +137,10 @@ def by_pickle(named: Named, optimizer: Any) -> Callable[[Case], tuple[Named, Any
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
 def test_resumed_is_uninterrupted(case: Case) -> None:
-    """Stopped after a random step: re-selections and resyncs fall where they would have, and every bit is the same."""
+    """Stopped after a random step: re-selections and resyncs fall where they would have, and every bit is the same.
+
+    CASES 30.
+    """
     stop = int(np.random.default_rng(case.seed).integers(1, STEPS - 5))
     named, optimizer = begin(case)
     train(case, named, optimizer, 0, stop)
@@ -167,8 +172,52 @@ def test_a_duplicate_goes_on_like_the_original(duplicate: Callable[..., Any], st
     assert all_equal(bits(named, optimizer), bits(other, twin))
 
 
+def test_one_rank_alone_may_save() -> None:
+    """CASES 29: nothing of it waits for the others."""
+    case = CASES[1]
+    named, optimizer = begin(case)
+    for steps in (0, 9):
+        train(case, named, optimizer, 0, steps)
+        if hvd.rank() == hvd.size() - 1:
+            with optimizer.global_parameters():
+                copies(named.values())
+            torch.save({"optimizer": optimizer.state_dict(), "stats": optimizer.stats()}, io.BytesIO())
+            pickle.dumps(optimizer)
+            time.sleep(0.1)
+    train(case, named, optimizer, 9, 12)
+    assert identical_on_all_ranks(global_model(optimizer, named.values()))
+
+
+@pytest.mark.parametrize("exchange", ["allgather", "alltoall"])
+def test_resumed_on_another_number_of_ranks(exchange: str, caplog: pytest.LogCaptureFixture) -> None:
+    """CASES 32: each takes what it has, one line says what is dropped, and all go on from one global model."""
+    if hvd.size() < 3:
+        pytest.skip("needs three ranks: all of them, then fewer")
+    case = Case("fewer", 32, {"exchange": exchange, "reselect_every": 4})
+    named, optimizer = begin(case)
+    train(case, named, optimizer, 0, 10)
+    state = copy.deepcopy(optimizer.state_dict())
+    fewer = hvd.add_process_set(list(range(hvd.size() - 1)))
+    if fewer.included():
+        again = copy.deepcopy(named)
+        resumed = slim(again, MomentumSGD.torch(again.values()), fewer, **case.options)
+        resumed.load_state_dict(state)
+        with caplog.at_level(logging.WARNING, "hvd_slim"):
+            train(case, again, resumed, 10, 20)
+        dropped = [record for record in caplog.records if "dropped" in record.getMessage()]
+        assert len(dropped) == 1, caplog.text
+        assert f"written by {hvd.size()} ranks" in dropped[0].getMessage()
+        assert resumed.state_dict()["hvd_slim"]["rounds"] == 20
+        resumed.resync()
+        mine = b"".join(parameter.numpy().tobytes() for parameter in copies(again.values()))
+        sums = hvd.allgather_object(mine, process_set=fewer)
+        assert sums.count(sums[0]) == hvd.size() - 1
+    hvd.barrier()
+    assert hvd.remove_process_set(fewer)
+
+
 def test_loads_into_the_bare_optimizer() -> None:
-    """Momentum included: the bare optimizer's next step is the slim one's local step."""
+    """CASES 31. Momentum included: the bare optimizer's next step is the slim one's local step."""
     case = CASES[0]
     named, optimizer = begin(case)
     train(case, named, optimizer, 0, 9)
@@ -179,7 +228,10 @@ def test_loads_into_the_bare_optimizer() -> None:
 
 
 def test_loads_from_the_bare_optimizer() -> None:
-    """Equal replicas with warm momentum go on as a slim run: local step from the loaded state, then rounds."""
+    """Equal replicas with warm momentum go on as a slim run: local step from the loaded state, then rounds.
+
+    CASES 31.
+    """
     case = CASES[0]
     twins = case.parameters()
     bare = MomentumSGD.torch(twins.values())
@@ -194,7 +246,7 @@ def test_loads_from_the_bare_optimizer() -> None:
 
 
 def test_wrapping_keeps_warm_momentum() -> None:
-    """The optimizer had trained before it was wrapped; the object stays the same one."""
+    """CASES 8. The optimizer had trained before it was wrapped; the object stays the same one."""
     case = CASES[0]
     named = case.parameters()
     bare = MomentumSGD.torch(named.values())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -81,11 +83,56 @@ def sent_by_me(case: Case, optimizer: object, n: int) -> np.ndarray:
     return np.concatenate([core_of(optimizer), explored_by(optimizer, rounds - 1, hvd.rank())])
 
 
-@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad], ids=lambda c: c.__name__)
+class LambLike(torch.optim.Optimizer):
+    """Scales each whole tensor's step by the ratio of two norms."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for w in group["params"]:
+                w.sub_(w.grad, alpha=group["lr"] * float(w.norm() / w.grad.norm().clamp(min=1e-3)))
+
+
+class MuonLike(torch.optim.Optimizer):
+    """Steps along the nearest orthogonal matrix, for which it needs whole matrices."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for w in group["params"]:
+                direction = w.grad
+                if w.dim() > 1:
+                    u, _, v = torch.linalg.svd(w.grad.flatten(1), full_matrices=False)
+                    direction = (u @ v).view(w.shape)
+                w.sub_(direction, alpha=group["lr"])
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": torch.optim.SGD,
+    "Nesterov": functools.partial(torch.optim.SGD, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "AdamW": torch.optim.AdamW,
+    "Adam, foreach": functools.partial(torch.optim.Adam, foreach=True),
+    "AdamW, fused": functools.partial(torch.optim.AdamW, fused=True),
+    "Adagrad": torch.optim.Adagrad,
+    "RMSprop": torch.optim.RMSprop,
+    "LAMB-like": LambLike,
+    "Muon-like": MuonLike,
+}
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=list(OPTIMIZERS))
 def test_mean_of_the_replicas_moves_by_the_mean_of_their_steps(make: Callable[..., torch.optim.Optimizer]) -> None:
     """No exchange changes the mean over ranks of w_k, whatever the optimizer: it only moves between w̄ and the u's.
 
     A real model on data of each rank's own, with clipping; nothing here knows of index sets.
+
+    CASES 20.
     """
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.Flatten(), torch.nn.Tanh(), torch.nn.Linear(64, 5))

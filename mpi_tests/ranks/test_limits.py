@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import hvd_slim as hvd
-from ranks.support import Options, copies, flatten, identical_on_all_ranks, slim
+from ranks.support import Options, copies, flatten, gather, identical_on_all_ranks, slim
 
 EVERYTHING: list[Options] = [
     {"exchange": "dense"},
@@ -48,6 +48,8 @@ def test_everything_sent_is_dense_data_parallelism(options: Options, nesterov: b
 
     Both are smooth functions of the same data; 25 steps of a few dozen roundings, relative 1e-16 each and amplified
     less than tenfold by training, stay far below 1e-12.
+
+    CASES 39.
     """
     slim_model, dense_model = make_model(torch.float64), make_model(torch.float64)
     settings: Options = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3, "nesterov": nesterov}
@@ -73,7 +75,7 @@ def test_slim_is_not_dense() -> None:
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam], ids=lambda c: c.__name__)
 def test_one_rank_is_plain_torch(make: Callable[..., torch.optim.Optimizer]) -> None:
-    """To the bit, and nothing is sent: every rank alone in a process set of its own."""
+    """CASES 41. To the bit, and nothing is sent: every rank alone in a process set of its own."""
     alone = [hvd.add_process_set([rank]) for rank in range(hvd.size())] if hvd.size() > 1 else [None]
     try:
         slim_model = make_model(torch.float32)
@@ -105,3 +107,36 @@ def flat_values(stats: dict[str, Any]) -> list[Any]:
     for value in stats.values():
         values += flat_values(value) if isinstance(value, dict) else [value]
     return values
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "RMSprop", "SGD"])
+def test_restored_norm(kind: str) -> None:
+    """A merged change is as long as the ranks' own, in the mean of squares, at most √K times the plain mean.
+
+    By itself for adaptive optimizers, and not for SGD, whose plain mean is data parallelism already. γ has 12 digits.
+    """
+    for restore_norm in (None, True, False):
+        model = make_model(torch.float64)
+        parameters = list(model.parameters())
+        optimizer = slim(
+            dict(model.named_parameters()),
+            getattr(torch.optim, kind)(parameters, lr=0.01),
+            comm_fraction=1.0,
+            core_fraction=1.0,
+            restore_norm=restore_norm,
+        )
+        stepped: list[np.ndarray] = []
+        optimizer.register_step_post_hook(lambda *_: stepped.append(flatten(parameters)))  # noqa: B023
+        for step in range(5):
+            before = flatten(parameters)
+            train(model, optimizer, 1)
+            moved = gather(stepped[step] - before)
+            mean, merged = moved.mean(axis=0), flatten(parameters) - before
+            plain = float(np.linalg.norm(mean))
+            wanted = min(float(np.sqrt(np.square(moved).sum(axis=1).mean())), np.sqrt(hvd.size()) * plain)
+            if restore_norm is False or (restore_norm is None and kind == "SGD"):
+                wanted = plain
+            assert abs(np.linalg.norm(merged) / wanted - 1) < 2.0**-11
+            assert mean @ merged > 0.999999 * plain * np.linalg.norm(merged), "the direction is the mean's"
+            if hvd.size() > 1 and kind != "SGD" and restore_norm is not False:
+                assert np.linalg.norm(merged) > 1.02 * plain, "Adam's mean of steps is shorter than its steps"

@@ -108,6 +108,7 @@ class ExactRun:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dtype(dtype: torch.dtype) -> None:
+    """CASES 23 to 25."""
     named = model_of(dtype)
     before = {name: (p.dtype, p.stride(), p.data_ptr()) for name, p in named.items()}
     run = ExactRun(named)
@@ -122,6 +123,7 @@ def test_dtype(dtype: torch.dtype) -> None:
 
 
 def test_all_dtypes_in_one_model() -> None:
+    """CASES 23."""
     named = {f"{dtype}.{name}": p for dtype in DTYPES for name, p in model_of(dtype).items()}
     names = list(named)
     random.Random(0).shuffle(names)
@@ -151,7 +153,7 @@ def test_what_rounding_takes_from_a_bfloat16_mean_is_not_pending(options: dict[s
 
 
 def test_tied_weights_are_exchanged_once() -> None:
-    """A tensor under two names is one parameter: moved once a step, counted once."""
+    """CASES 25. A tensor under two names is one parameter: moved once a step, counted once."""
     model = torch.nn.ModuleDict({"encoder": torch.nn.Linear(5, 12), "decoder": torch.nn.Linear(5, 12)})
     model["decoder"].weight = model["encoder"].weight
     for number, p in enumerate(model.parameters()):
@@ -169,6 +171,7 @@ def test_tied_weights_are_exchanged_once() -> None:
 
 
 def test_frozen_parameters_cost_nothing_and_stay() -> None:
+    """CASES 15."""
     named = model_of(torch.float32)
     frozen = ("matrix", "bias")
     for name in frozen:
@@ -185,7 +188,7 @@ def test_frozen_parameters_cost_nothing_and_stay() -> None:
 
 @pytest.mark.parametrize("without_from", [0, 1], ids=["on all ranks", "on all but one"])
 def test_gradients_that_are_none(without_from: int) -> None:
-    """An unused branch is merged, not zeroed, and nobody waits for it."""
+    """CASES 16. An unused branch is merged, not zeroed, and nobody waits for it."""
     run = ExactRun(model_of(torch.float32))
     run.step(2)
     run.step(4, without_gradient=("matrix", without_from))
@@ -194,6 +197,7 @@ def test_gradients_that_are_none(without_from: int) -> None:
 
 
 def test_parameters_thawed_on_the_way() -> None:
+    """CASES 15."""
     named = model_of(torch.float32)
     named["filters"].requires_grad_(False)
     run = ExactRun(named)
@@ -218,6 +222,7 @@ def test_parameters_frozen_on_the_way() -> None:
 
 
 def test_parameters_added_on_the_way() -> None:
+    """CASES 15."""
     run = ExactRun(model_of(torch.float32))
     run.step(4)
     added = {"late": parameter(torch.float32, 8, 3), "late in bfloat16": parameter(torch.bfloat16, 20)}
@@ -231,7 +236,7 @@ def test_parameters_added_on_the_way() -> None:
 
 @pytest.mark.parametrize("close_gaps", [False, True], ids=["same strides", "dense"])
 def test_memory_exchanged_on_the_way(close_gaps: bool) -> None:
-    """``p.data = …`` gives a parameter other memory; rounds read and write where it lies now.
+    """CASES 24. ``p.data = …`` gives a parameter other memory; rounds read and write where it lies now.
 
     With the same strides, or dense where it used to be columns of a wider matrix.
     """
@@ -247,7 +252,10 @@ def test_memory_exchanged_on_the_way(close_gaps: bool) -> None:
 @pytest.mark.parametrize("steps_before", [0, 4], ids=["before the first step", "while updates are pending"])
 @pytest.mark.parametrize("look", [False, True], ids=["and trained", "and looked at"])
 def test_layout_changed_on_the_way(steps_before: int, look: bool) -> None:
-    """``model.to(memory_format=…)`` after wrapping: w̄ stays what it is, and nothing that was pending is lost."""
+    """``model.to(memory_format=…)`` after wrapping: w̄ stays what it is, and nothing that was pending is lost.
+
+    CASES 24.
+    """
     named = {"filters": parameter(torch.float32, 3, 4, 2, 2), "bias": parameter(torch.float32, 11)}
     run = ExactRun(named)
     run.step(steps_before)
@@ -264,7 +272,7 @@ def test_layout_changed_on_the_way(steps_before: int, look: bool) -> None:
 
 
 def test_the_users_generators_are_not_touched() -> None:
-    """Neither torch's, NumPy's nor Python's, whatever a round does."""
+    """CASES 38. Neither torch's, NumPy's nor Python's, whatever a round does."""
     torch.manual_seed(hvd.rank())
     np.random.seed(hvd.rank())
     random.seed(hvd.rank())

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from oracle import allreduce_bound
 from oracle_paths import PathOracle
 
 import hvd_slim as hvd
 from hvd_slim.config import VALUE_DTYPES
-from ranks.support import Case, core_of, flatten, gather, global_vector, set_gradients, slim
+from ranks.against_oracle import check_rounds
+from ranks.support import Case, flatten, set_gradients, slim
 
 ROUNDS = 8
 PATHS = [
@@ -52,10 +52,7 @@ def options_for(explorer: str, exchange: str, value_dtype: str, rounding: str) -
 def test_every_round_is_the_oracles(
     explorer: str, exchange: str, value_dtype: str, rounding: str, transport: str
 ) -> None:
-    """From the same state, each round chooses the same coordinates and gives the same numbers, on every rank.
-
-    To the bit, except where an allreduce has added in an order of its own: there within ``allreduce_bound``.
-    """
+    """From the same state, each round chooses the same coordinates and gives the same numbers, on every rank."""
     if transport == "mpi" and not hvd.mpi_enabled():
         pytest.skip("launched with Gloo: there is no MPI to carry bytes")
     options = options_for(explorer, exchange, value_dtype, rounding)
@@ -64,34 +61,13 @@ def test_every_round_is_the_oracles(
     parameters = list(named.values())
     optimizer = slim(named, torch.optim.SGD(parameters, lr=0.125), transport=transport, **options)
     oracle = PathOracle([flatten(parameters).astype(np.float32)] * hvd.size(), **options)
-    stepped: list[np.ndarray] = []
-    optimizer.register_step_post_hook(lambda *_: stepped.append(gather(flatten(parameters)).astype(np.float32)))
 
-    for step in range(ROUNDS):
+    def give_gradients(step: int) -> list[np.ndarray]:
         gradients = [case.gradient(rank, step, oracle.n) for rank in range(hvd.size())]
         set_gradients(parameters, gradients[hvd.rank()])
-        optimizer.step()
-        bases = [base.copy() for base in oracle.base]
-        oracle.step(lambda k, _: (stepped[-1][k].copy(), gradients[k]))  # noqa: B023
-        if hvd.size() == 1:
-            np.testing.assert_array_equal(flatten(parameters), stepped[-1][0])
-            continue
-        if oracle.E:
-            np.testing.assert_array_equal(core_of(optimizer), oracle.C)
-        bound = np.zeros(oracle.n)
-        summed = oracle.exactly_summed
-        # γ, up to √K, stretches the difference too.
-        bound[summed] = allreduce_bound([w[summed] - b[summed] for w, b in zip(stepped[-1], bases)], bases[0][summed])
-        bound *= np.sqrt(hvd.size())
-        w_bar = global_vector(optimizer, parameters)
-        assert np.all(np.abs(w_bar - oracle.w_bar) <= bound)
-        assert np.all(np.abs(flatten(parameters) - oracle.w[hvd.rank()]) <= bound)
-        w_bars = gather(w_bar)
-        np.testing.assert_array_equal(w_bars, np.broadcast_to(w_bar, w_bars.shape))
-        # On from what the run has, so that a difference of rounding is not counted twice.
-        seen = gather(flatten(optimizer._slim.synchronizer()._exchange.model.flat)).astype(np.float32)
-        oracle.w_bar, oracle.base = w_bar.astype(np.float32), list(seen)
-        oracle.w = list(gather(flatten(parameters)).astype(np.float32))
+        return gradients
+
+    check_rounds(parameters, optimizer, oracle, ROUNDS, give_gradients)
     optimizer._slim.renew()
 
 

@@ -64,7 +64,7 @@ def test_bytes_are_those_counted(options: Options) -> None:
 @alone
 @pytest.mark.parametrize("transport", ["horovod", "mpi"])
 def test_a_small_model_on_one_machine_goes_dense_and_says_why(transport: str, caplog: pytest.LogCaptureFixture) -> None:
-    """One line, on rank 0 alone; the measurement is counted by itself."""
+    """CASES 42. One line, on rank 0 alone; the measurement is counted by itself."""
     if transport == "mpi" and not hvd.mpi_enabled():
         pytest.skip("Horovod does not run on MPI here")
     caplog.set_level(logging.INFO, "hvd_slim")

@@ -148,7 +148,7 @@ def test_tensors_may_be_forgotten_while_in_flight(kind: str) -> None:
 
 @kinds
 def test_limit_cuts_without_changing_results(kind: str) -> None:
-    """The same bits as uncut, except for the order of an addition, and no collective above the limit."""
+    """CASES 27. The same bits as uncut, except for the order of an addition, and no collective above the limit."""
     limit = 1024
     whole, cut = make(kind), make(kind, limit)
     carried: list[tuple[str, int, int]] = []
@@ -221,7 +221,7 @@ def test_texts(kind: str) -> None:
 
 @kinds
 def test_two_transports_used_in_different_orders(kind: str) -> None:
-    """Even ranks use one first, odd ranks the other: neither waits for the other."""
+    """CASES 7. Even ranks use one first, odd ranks the other: neither waits for the other."""
     transports = [make(kind), make(kind)]
     for seed in range(5):
         order = [0, 1] if (RANK + seed) % 2 else [1, 0]
@@ -319,7 +319,7 @@ def test_same_bits_through_horovod_and_mpi() -> None:
 
 @needs_mpi
 def test_error_in_the_background_thread_reaches_every_wait() -> None:
-    """MPI refuses a root that does not exist. That transport is of no use any more; another one is."""
+    """CASES 6. MPI refuses a root that does not exist. That transport is of no use any more; another one is."""
     broken, sound = make("mpi"), make("mpi")
     before = broken.allreduce(torch.ones(3), "core")
     assert before.wait().tolist() == [K] * 3
@@ -365,7 +365,7 @@ def processor_seconds(thread: threading.Thread) -> float:
 
 @needs_mpi
 def test_thread_does_not_busy_wait() -> None:
-    """Idle it uses next to nothing; waiting for another rank, a small part of a processor."""
+    """CASES 48. Idle it uses next to nothing; waiting for another rank, a small part of a processor."""
     others = set(threads())
     transport = make("mpi")
     assert set(threads()) == others  # started by the first collective
@@ -494,7 +494,7 @@ def after_the_end(patch: pytest.MonkeyPatch, folder: Path) -> None:
 def test_one_rank_cannot_use_mpi(
     spoil: Callable[[pytest.MonkeyPatch, Path], None], remedy: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Every rank raises, in one line that names the rank and says what to do; then all can go on."""
+    """CASES 46. Every rank raises, in one line that names the rank and says what to do; then all can go on."""
     with monkeypatch.context() as patch:
         if RANK == K - 1:
             spoil(patch, tmp_path)

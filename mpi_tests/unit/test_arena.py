@@ -148,6 +148,7 @@ def test_no_parameters() -> None:
 
 @pytest.mark.parametrize("n", [2**31 - 1, 2**31, 2**31 + 1, 2**40])
 def test_coordinates_around_the_limit_of_four_bytes(n: int) -> None:
+    """CASES 27."""
     from hvd_slim.chunks import index_dtype
 
     arena = Arena([("large", torch.empty(n - 3, device="meta")), ("small", torch.empty(3, device="meta"))])

@@ -27,7 +27,7 @@ def trained(kind: str, steps: int = 5) -> tuple[torch.nn.Module, Any]:
 @every_optimizer
 @pytest.mark.parametrize("copier", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
 def test_copies_train_on(kind: str, copier: Callable[[Any], Any]) -> None:
-    """deepcopy and pickle of model and optimizer together: the copy goes on exactly as the original does."""
+    """CASES 9. deepcopy and pickle of model and optimizer together: the copy goes on exactly as the original does."""
     model, optimizer = trained(kind)
     model_copy, optimizer_copy = copier((model, optimizer))
     assert type(optimizer_copy) is type(optimizer)
@@ -39,6 +39,7 @@ def test_copies_train_on(kind: str, copier: Callable[[Any], Any]) -> None:
 
 
 def test_torch_save_of_the_optimizer_and_of_a_scheduler_that_holds_it() -> None:
+    """CASES 9."""
     model, optimizer = trained("momentum")
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
     file = io.BytesIO()
@@ -73,6 +74,7 @@ def test_state_dict_is_plain_data(kind: str) -> None:
 
 @every_optimizer
 def test_state_moves_to_the_bare_optimizer_and_back(kind: str) -> None:
+    """CASES 31."""
     model, optimizer = trained(kind)
     plain = copy.deepcopy(model)
     bare = OPTIMIZERS[kind](plain.parameters())

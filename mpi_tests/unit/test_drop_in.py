@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import random
 from typing import Any
 
@@ -22,7 +23,7 @@ pytestmark = [pytest.mark.usefixtures("alone"), pytest.mark.filterwarnings("erro
 
 @every_optimizer
 def test_one_rank_trains_as_plain_torch_does(kind: str) -> None:
-    """Bit for bit, and nothing is sent."""
+    """CASES 20 and 41. Bit for bit, and nothing is sent."""
     plain, model = net(), net()
     train(plain, OPTIMIZERS[kind](plain.parameters()), 0, 10)
     optimizer = slim(OPTIMIZERS[kind](model.parameters()), model)
@@ -35,7 +36,7 @@ def test_one_rank_trains_as_plain_torch_does(kind: str) -> None:
 
 @every_optimizer
 def test_wrapping_in_the_middle_of_training_changes_nothing(kind: str) -> None:
-    """Momentum and moments are kept: they are the same objects."""
+    """CASES 8. Momentum and moments are kept: they are the same objects."""
     plain, model = net(), net()
     train(plain, OPTIMIZERS[kind](plain.parameters()), 0, 10)
     bare = OPTIMIZERS[kind](model.parameters())
@@ -51,6 +52,7 @@ def test_wrapping_in_the_middle_of_training_changes_nothing(kind: str) -> None:
 
 @every_optimizer
 def test_class(kind: str) -> None:
+    """CASES 9."""
     bare = OPTIMIZERS[kind](net().parameters())
     base, text = type(bare), repr(bare)
     optimizer = slim(bare)
@@ -72,6 +74,7 @@ def test_the_bare_class_is_left_alone() -> None:
 
 
 def test_a_subclass_of_the_returned_class() -> None:
+    """CASES 10."""
     model, plain = net(), net()
     optimizer = slim(OPTIMIZERS["momentum"](model.parameters()), model)
 
@@ -113,6 +116,7 @@ def test_other_compression_gives_plain_horovods_optimizer() -> None:
 
 
 def test_global_generators_are_left_alone() -> None:
+    """CASES 38."""
     model = net()
     optimizer = slim(OPTIMIZERS["SGD"](model.parameters()), model)
     random.seed(1)
@@ -161,7 +165,7 @@ def test_state_dict_hooks_run() -> None:
 
 @pytest.mark.parametrize("by_name", [True, False])
 def test_closure(by_name: bool) -> None:
-    """Evaluated once, in the local step; its loss is what ``step`` returns."""
+    """CASES 14. Evaluated once, in the local step; its loss is what ``step`` returns."""
     model, calls = net(), 0
     optimizer = slim(OPTIMIZERS["momentum"](model.parameters()), model)
 
@@ -181,6 +185,7 @@ def test_closure(by_name: bool) -> None:
 
 
 def test_zero_grad_is_torchs() -> None:
+    """CASES 11."""
     model = net()
     optimizer = slim(OPTIMIZERS["SGD"](model.parameters()), model)
     optimizer.zero_grad()  # before any backward pass
@@ -194,6 +199,7 @@ def test_zero_grad_is_torchs() -> None:
 
 
 def test_horovods_clipping_recipe() -> None:
+    """CASES 13."""
     model = net()
     optimizer = slim(OPTIMIZERS["SGD"](model.parameters()), model)
     model(torch.ones(1, 6)).sum().backward()
@@ -220,6 +226,7 @@ def test_sparse_as_dense() -> None:
 
 
 def test_sparse_gradient_stays_sparse() -> None:
+    """CASES 26."""
     table = torch.nn.Embedding(5, 3, sparse=True)
     optimizer = slim(torch.optim.SparseAdam(table.parameters()))
     table(torch.tensor([1, 1])).sum().backward()
@@ -229,7 +236,7 @@ def test_sparse_gradient_stays_sparse() -> None:
 
 
 def test_parameters_that_join_later() -> None:
-    """``add_param_group`` and thawing after wrapping, as in torch."""
+    """CASES 15. ``add_param_group`` and thawing after wrapping, as in torch."""
     models = net(), net()
     for number, model in enumerate(models):
         first, last = model[0], model[2]  # type: ignore[index]
@@ -245,7 +252,7 @@ def test_parameters_that_join_later() -> None:
 
 
 def test_two_optimizers_with_equal_names() -> None:
-    """A GAN: the generator's loss goes through the discriminator, each has its optimizer, names collide."""
+    """CASES 17. A GAN: the generator's loss goes through the discriminator, each has its optimizer, names collide."""
     results = []
     for wrapped in (False, True):
         generator, discriminator = net(), torch.nn.Sequential(torch.nn.Linear(2, 5), torch.nn.Linear(5, 1))
@@ -277,3 +284,16 @@ def test_global_parameters_on_one_rank() -> None:
             assert same(model, before)
         optimizer.resync()
         assert same(model, before)
+
+
+def test_one_rank_keeps_nothing_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    """CASES 41."""
+    model = net()
+    optimizer = slim(torch.optim.SGD(model.parameters(), lr=0.1), model, resync_every=2)
+    with caplog.at_level(logging.INFO, "hvd_slim"):
+        train(model, optimizer, 0, 6)
+    assert [record.getMessage() for record in caplog.records] == [
+        "one rank: nothing is exchanged, training runs as without hvd_slim"
+    ]
+    assert optimizer._slim.synchronizer()._exchange is None
+    assert not any(optimizer.stats()["collectives"].values())

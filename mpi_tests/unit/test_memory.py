@@ -121,7 +121,7 @@ def test_few_ranks(explorer: str, path: str, fractions: dict[str, Any], size: in
 
 @every_way
 def test_64_ranks(explorer: str, path: str) -> None:
-    """Only what others send to one rank grows with their number, on the allgather path."""
+    """CASES 44. Only what others send to one rank grows with their number, on the allgather path."""
     fractions = {"comm_fraction": 0.04, "core_fraction": 0.02} if path == "allgather" else REFERENCE
     Case(config(explorer, path, **fractions), n=60_000, size=64).check()
 

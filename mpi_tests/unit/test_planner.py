@@ -258,6 +258,7 @@ def run_with(network: Network, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_auto_takes_what_is_predicted_and_says_why_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """CASES 42."""
     caplog.set_level(logging.INFO, "hvd_slim")
     for network, expected in ((FAST, "dense"), (MODEM, "alltoall")):
         measured = run_with(network, monkeypatch)

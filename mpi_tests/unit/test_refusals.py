@@ -85,7 +85,7 @@ def test_a_name_twice() -> None:
 
 
 def test_a_subset() -> None:
-    """The message lists group, place and shape of what has no name."""
+    """CASES 18. The message lists group, place and shape of what has no name."""
     first, second = torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)
     optimizer = torch.optim.SGD([{"params": first.parameters()}, {"params": second.parameters()}], lr=0.1)
     places = ["group 1, parameter 0, shape (2, 4)", "group 1, parameter 1, shape (2,)"]
@@ -94,6 +94,7 @@ def test_a_subset() -> None:
 
 
 def test_a_superset_is_accepted() -> None:
+    """CASES 18."""
     whole = model()
     optimizer = torch.optim.SGD(whole[1].parameters(), lr=0.1)  # type: ignore[index]
     hvd.DistributedOptimizer(optimizer, named_parameters=whole.named_parameters(), compression=SLIM)
@@ -105,6 +106,7 @@ def test_wrapped_twice() -> None:
 
 
 def test_lbfgs() -> None:
+    """CASES 14."""
     refused(torch.optim.LBFGS(model().parameters()), ["LBFGS", "closure", "Use SGD, Adam"], (TypeError, ValueError))
 
 
@@ -145,6 +147,7 @@ def test_names_are_given_to_the_optimizers_parameters_in_its_own_order() -> None
 
 
 def test_without_names_parameters_are_called_after_their_place() -> None:
+    """CASES 18."""
     parameters = list(model().parameters())
     optimizer = torch.optim.SGD([{"params": parameters[:2]}, {"params": parameters[2:]}], lr=0.1)
     names = [name for name, _ in trainable_parameters(optimizer, check_named_parameters(optimizer, None))]
@@ -152,6 +155,7 @@ def test_without_names_parameters_are_called_after_their_place() -> None:
 
 
 def test_frozen_parameters_do_not_travel_and_tied_ones_travel_once() -> None:
+    """CASES 15 and 25."""
     first, second = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
     second.weight = first.weight
     first.bias.requires_grad_(False)

@@ -107,6 +107,7 @@ def test_the_global_model_is_the_same_on_all_ranks(size: int, layouts: list[str]
 
 @pytest.mark.parametrize(("explorer", "exchange"), PATHS)
 def test_messages_in_pieces_change_nothing(explorer: str, exchange: str) -> None:
+    """CASES 27."""
     layouts = sorted(LAYOUTS)
     made: dict[str, Any] = {"explorer": explorer, "exchange": exchange, "reselect_every": 3, "resync_every": 5}
     whole = runs(3, layouts, SlimConfig(**made), dtype=torch.float32)
@@ -118,7 +119,7 @@ def test_messages_in_pieces_change_nothing(explorer: str, exchange: str) -> None
 
 @pytest.mark.parametrize(("explorer", "exchange"), PATHS)
 def test_collectives_do_not_grow_with_the_number_of_tensors(explorer: str, exchange: str) -> None:
-    """A model of 4 and one of 400 tensors."""
+    """CASES 43. A model of 4 and one of 400 tensors."""
     config = SlimConfig(explorer=explorer, exchange=exchange, reselect_every=3)
     few, many = (runs(2, ["vector"] * tensors, config, steps=7, dtype=torch.float32)[0] for tensors in (4, 400))
     assert few.synchronizer.stats.collectives == many.synchronizer.stats.collectives

@@ -44,7 +44,10 @@ def scheduled(kind: str, wrap: str) -> tuple[list[float], torch.nn.Module]:
 @pytest.mark.parametrize("kind", sorted(SCHEDULERS))
 @pytest.mark.parametrize("wrap", ["before the scheduler", "after the scheduler"])
 def test_schedulers(kind: str, wrap: str) -> None:
-    """As without wrapping, and (warnings are errors here) without "lr_scheduler.step() before optimizer.step()"."""
+    """As without wrapping, and (warnings are errors here) without "lr_scheduler.step() before optimizer.step()".
+
+    CASES 9.
+    """
     rates, model = scheduled(kind, wrap)
     plain_rates, plain = scheduled(kind, "never")
     assert rates == plain_rates

@@ -59,6 +59,7 @@ def said(done: subprocess.CompletedProcess[str], word: str) -> list[str]:
 
 
 def test_importing_says_in_one_line_what_to_do(done: subprocess.CompletedProcess[str]) -> None:
+    """CASES 46."""
     assert done.returncode == 0, done.stderr
     lines = done.stderr.splitlines()
     assert "hvd_slim needs Horovod" in lines[0]
@@ -70,6 +71,7 @@ def test_importing_says_in_one_line_what_to_do(done: subprocess.CompletedProcess
 
 @pytest.mark.parametrize("use", USES)
 def test_using_it_raises_that_line(done: subprocess.CompletedProcess[str], use: str) -> None:
+    """CASES 46."""
     (raised,) = [line for line in said(done, "raised") if line.startswith(use)]
     assert raised.startswith(f"{use} ImportError hvd_slim needs Horovod")
     assert "bash scripts/setup.sh" in raised

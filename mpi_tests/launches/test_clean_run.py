@@ -1,0 +1,45 @@
+"""When nothing goes wrong, nothing is said: by torch, Horovod, MPI or the add-on. And Horovod's own tools may be on."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from launcher import launch
+
+HERE = Path(__file__).resolve().parent
+CLEAN = str(HERE / "clean.py")
+LIMIT = 200.0  # seconds, on a busy machine
+RANKS = 2
+
+
+def test_nothing_is_said_under_mpirun() -> None:
+    """CASES 38. Not a warning, no generator moves, no operation in flight, no thread left."""
+    finished = launch(["mpirun", "-np", str(RANKS), sys.executable, "-W", "error", CLEAN], LIMIT)
+    assert (finished.status, finished.output.split("\n")) == (0, ["clean"] * RANKS + [""])
+
+
+def test_nothing_is_said_under_horovodrun_with_gloo() -> None:
+    command = ["horovodrun", "--disable-cache", "--gloo", "-np", str(RANKS), sys.executable, "-W", "error", CLEAN]
+    finished = launch(command, LIMIT)
+    said = sorted(line for line in finished.output.split("\n") if line)
+    assert (finished.status, said) == (0, [f"[{rank}]<stdout>:clean" for rank in range(RANKS)])
+
+
+def test_autotuner_and_timeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CASES 49. Tests of ranks pass with both on, and the rounds are in the timeline by name."""
+    timeline, tests = tmp_path / "timeline.json", HERE.parent / "ranks"
+    monkeypatch.setenv("HOROVOD_AUTOTUNE", "1")
+    monkeypatch.setenv("HOROVOD_TIMELINE", str(timeline))
+    monkeypatch.setenv("HOROVOD_TIMELINE_MARK_CYCLES", "1")
+    monkeypatch.setenv("QUIET_RANKS", str(tmp_path))
+    files = [str(tests / f"test_{name}.py") for name in ("soak", "limits", "checkpoint", "resume")]
+    quiet = ["sh", str(HERE.parent / "quiet_ranks.sh"), sys.executable, "-m", "pytest", "-q", "-x", *files]
+    finished = launch(["mpirun", "-np", str(RANKS), *quiet], LIMIT)
+    assert finished.status == 0, finished.output
+    written = timeline.read_text()
+    for phase in ("core", "explorer", "select", "resync"):
+        assert f".{phase}" in written, phase
+    assert os.path.getsize(timeline) > 10_000
