@@ -39,6 +39,8 @@ class SlimConfig:
             Smaller follows the training more closely and costs more time and broadcasts.
         resync_every: rounds between two dense exchanges that make all replicas equal; 0 means never.
         local_steps: optimizer steps between two rounds (p), at least 1.
+        overlap: merge a round one step after its launch, so that it travels while the next step is computed. Nothing
+            is lost or counted twice; what others have learned arrives a step later.
         gradient_weight: weight c of the gradient in the significance \\|w\\| + c·\\|g\\|, at least 0.
         normalize: divide \\|w\\| and \\|g\\| by their root mean square first, so that
             ``gradient_weight`` has no unit. ``False`` adds the raw values.
@@ -85,6 +87,7 @@ class SlimConfig:
     reselect_every: int = 20
     resync_every: int = 0
     local_steps: int = 1
+    overlap: bool = False
     gradient_weight: float = 1.0
     normalize: bool = True
     explorer: str = "random"
@@ -124,8 +127,10 @@ class SlimConfig:
         weight = _real("gradient_weight", self.gradient_weight)
         if not (math.isfinite(weight) and weight >= 0.0):
             raise ValueError(f"gradient_weight={weight!r} is not a finite number of at least 0")
-        if not isinstance(self.normalize, bool):
-            raise TypeError(f"normalize={self.normalize!r} is a {type(self.normalize).__name__}; give True or False")
+        for name in ("normalize", "overlap"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give True or False")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise TypeError(f"seed={self.seed!r} is a {type(self.seed).__name__}; give a whole number")
         if not 0 <= self.seed < 2**64:

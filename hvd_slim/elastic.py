@@ -126,7 +126,7 @@ class _OptimizerHandler(_Handler):
     def reset(self) -> None:
         if isinstance(self.value, SlimOptimizer):
             slim = self.value._slim
-            slim.renew(slim.state_dict())
+            slim.renew(slim.state_dict(keep_flight=False))  # it was among other ranks
 
 
 def _handler_of(value: Any) -> _Handler | None:

@@ -112,8 +112,9 @@ def _state_for_all(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     state = optimizer.state_dict()
     slim = state.get("hvd_slim")
     if isinstance(slim, dict) and "global_model" in slim:
-        # What belongs to one rank alone (its slice of a spread w̄) is left out: each rank takes its own from w̄.
-        state["hvd_slim"] = {**slim, "exchange": {}, "shared": True}
+        # What belongs to one rank alone (its slice of a spread w̄, a round in flight) is left out: each rank takes its
+        # own slice from w̄, and what was sent is still pending.
+        state["hvd_slim"] = {**slim, "exchange": {}, "flight": None, "shared": True}
     return state
 
 

@@ -47,6 +47,9 @@ def extra_memory(n: int, ranks: int, path: str, config: SlimConfig, dtype: torch
 
     and with exchange="auto" at least what measuring takes: 5v·n, 7v·n for n ≤ 2^18, where n counts to 2^24.
 
+    With ``overlap``, what was pending at the launch, and what was learned since, are kept beside: 2v·m + (2v+i)·e for m
+    = c values (allreduce: c+e; dense: n), and what a round receives until it is merged.
+
     Values narrower than full width add, for m = c values (allreduce: c+e; dense: n), v·m that is kept and at most
     max(C(m) + 3v·m, 3C(m) + v·m, 2C(m) + 2v·m + 3v·m/K) for a moment, and v·e to explorers. Collectives above
     ``max_message_bytes`` are cut, and what they bring is put together in a copy. Some hundred kilobytes more do not
@@ -84,11 +87,18 @@ class _Memory:
     def bound(self) -> int:
         measuring = self._measuring() if self.config.exchange == "auto" else 0
         if self.path == "dense":
-            return int(max(self.g * self.n + self._dense_round(), measuring) + self._small())
+            return int(max(self.g * self.n + self._dense_round() + self._overlapped(), measuring) + self._small())
+        kept = self._kept() + self._overlapped()
         momentary = [self._selection(), self._resync(), self._drawing(), self._round()]
         if self.config.warmup_rounds and self.config.warmup == "dense":
             momentary.append(max(self._resync(), self._with_norm()))
-        return int(max(self._kept() + max(momentary), measuring) + self._small())
+        return int(max(kept + max(momentary), measuring) + self._small())
+
+    def _overlapped(self) -> float:
+        if not self.config.overlap:
+            return 0
+        received = self.ranks * self.pairs.nbytes(self.e) if self.path == "allgather" else 2 * self.pairs.nbytes(self.e)
+        return 2 * self.v * self.reduced + (2 * self.v + self.i) * self.e + (received if self.e else 0)
 
     def _measuring(self) -> float:
         return (7 if self.n <= _SEARCHED_WHOLE else 5) * self.v * min(self.n, PROBED)

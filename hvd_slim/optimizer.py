@@ -68,10 +68,13 @@ class SlimOptimizer:
     step.hooked = True  # type: ignore[attr-defined]
 
     def synchronize(self) -> None:
-        """Wait for the round in flight. A round ends within ``step()``, so there is nothing to wait for.
+        """Merge the round in flight, if there is one: only with ``overlap=True``. Every rank has to call it then.
 
-        Kept for Horovod's recipe synchronize, clip, skip_synchronize, step. Clipping sees the local gradient.
+        In Horovod's recipe synchronize, clip, skip_synchronize, step it costs no round of its own. Clipping sees the
+        local gradient.
         """
+        if self._slim.started is not None:
+            self._slim.started.land()
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Any:
@@ -99,9 +102,10 @@ class SlimOptimizer:
     def global_parameters(self) -> contextlib.AbstractContextManager[None]:
         """Context in which the model holds the global model w̄, equal on all ranks: for evaluation or a checkpoint.
 
-        No communication, not collective, except with ``exchange="alltoall"``, where w̄ is gathered from its owners:
-        then every rank has to enter. ``step()`` inside it is an error. Before the first step the live parameters are
-        left as they are.
+        No communication, not collective, with two exceptions, in which every rank has to enter: with
+        ``exchange="alltoall"`` w̄ is gathered from its owners, and with ``overlap=True`` and values below full width the
+        round in flight is merged. ``step()`` inside it is an error. Before the first step the live parameters are left
+        as they are.
         """
         if self._slim.started is None:
             return contextlib.nullcontext()
@@ -168,9 +172,9 @@ class _Attachment:
             self.started.transport.close()
         self.started, self._loaded = None, state
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, keep_flight: bool = True) -> dict[str, Any]:
         if self.started is not None:
-            return self.started.state_dict()
+            return self.started.state_dict(keep_flight)
         return dict(self._loaded) if self._loaded is not None else fresh_state(self.config)
 
     def synchronizer(self) -> Synchronizer:

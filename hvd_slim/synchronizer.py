@@ -18,6 +18,7 @@ from hvd_slim.arena import Arena, LayoutError, describe_parameter
 from hvd_slim.config import SlimConfig
 from hvd_slim.exchange import PATHS
 from hvd_slim.exchange.base import Exchange, SlimExchange
+from hvd_slim.exchange.flight import Flight
 from hvd_slim.global_model import GlobalModel
 from hvd_slim.stats import Stats
 from hvd_slim.transport.base import Transport
@@ -57,6 +58,7 @@ class Synchronizer:
         self._named: tuple[tuple[str, torch.Tensor], ...] = ()
         self._core: torch.Tensor | None = None  # packed, as it was broadcast
         self._exchange: Exchange | None = None
+        self._flight: Flight | None = None  # a round that is launched and not merged
         self._restored: dict[str, Any] | None = None
         self._path: str | None = None
         self._swapped = False
@@ -101,7 +103,7 @@ class Synchronizer:
         return self.transport.any_rank(flag)
 
     def after_step(self, learning_rates: Sequence[float] = ()) -> None:
-        """Count the local step and run a round when one is due. Collective.
+        """Count the local step, merge the round in flight, and run or launch one when it is due. Collective.
 
         Args:
             learning_rates: of the step, for the comparison that comes with a resync.
@@ -113,8 +115,17 @@ class Synchronizer:
             return
         size = self.transport.size
         self.stats.dense_bytes += 2 * (size - 1) / size * sum(flat.nbytes for flat in self._exchange.model.flat)
+        self.land()
         if self.steps % self.config.local_steps == 0:
             self._round()
+
+    def land(self) -> None:
+        """Merge the round in flight. Collective where ``Exchange.merge`` is."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            assert self._exchange is not None
+            self._follow_layout(self._exchange)
+            self._exchange.merge(flight)
 
     def _round(self) -> None:
         assert self._exchange is not None
@@ -126,7 +137,7 @@ class Synchronizer:
         elif isinstance(exchange, SlimExchange):
             self._slim_round(exchange, number)
         else:
-            exchange.exchange(number)
+            self._launch(exchange, number)
         self.rounds += 1
         self.stats.rounds += 1
         if self.config.checksum_every and self.rounds % self.config.checksum_every == 0:
@@ -150,9 +161,28 @@ class Synchronizer:
         if must_resync or (config.resync_every and (number + 1) % config.resync_every == 0):
             self.resync()
         else:
-            exchange.follow_layout()
+            self._follow_layout(exchange)
             exchange.set_explorer_count(config.explorer_count(exchange.arena.n, number))
+            self._launch(exchange, number)
+
+    def _launch(self, exchange: Exchange, number: int) -> None:
+        """A round of the exchange's own kind; with ``overlap`` it is merged after the next local step."""
+        if self.config.overlap:
+            self._flight = exchange.launch(number, True, self._next_is_alike(number))
+        else:
             exchange.exchange(number)
+
+    def _next_is_alike(self, number: int) -> bool:
+        """Whether the round after ``number`` is a slim one, on the same core and with as many explorers."""
+        config, after = self.config, number + 1
+        reselects = after % config.reselect_every == 0
+        resyncs = config.resync_every > 0 and (after + 1) % config.resync_every == 0
+        return not reselects and not resyncs and number >= config.warmup_rounds
+
+    @staticmethod
+    def _follow_layout(exchange: Exchange) -> None:
+        if isinstance(exchange, SlimExchange):
+            exchange.follow_layout()
 
     # Parts of it ----------------------------------------------------------------------------------------------------
 
@@ -228,6 +258,7 @@ class Synchronizer:
     def resync(self) -> None:
         """Exchange every pending update; all replicas are equal afterwards. Collective."""
         if self._exchange is not None:
+            self.land()
             self._exchange.dense("resync", restore_norm=False)
             self.stats.resyncs += 1
             self._compare_learning_rates()
@@ -241,12 +272,16 @@ class Synchronizer:
 
     @contextlib.contextmanager
     def global_parameters(self) -> Iterator[None]:
-        """Inside the context the live parameters hold w̄. Collective on the alltoall path only."""
+        """Inside the context the live parameters hold w̄. The round in flight is merged before.
+
+        Collective on the alltoall path, and where ``land`` is.
+        """
         if self._swapped or self._exchange is None:
             yield
             return
         if not self._exchange.arena.refresh():
             raise RuntimeError("a parameter has another shape, dtype or device than at the last step; step first")
+        self.land()
         model = self._exchange.whole_model()
         model.swap_with_live()
         self._swapped = True
@@ -261,8 +296,12 @@ class Synchronizer:
     def _counters(self) -> dict[str, Any]:
         return {"steps": self.steps, "rounds": self.rounds, "selections": self.selections}
 
-    def state_dict(self) -> dict[str, Any]:
-        """All that an exact resume needs beside the live parameters. Not collective; tensors are copies."""
+    def state_dict(self, keep_flight: bool = True) -> dict[str, Any]:
+        """All that an exact resume needs beside the live parameters. Not collective; tensors are copies.
+
+        What the round in flight brings is waited for, and merged when it would have been. Without ``keep_flight`` that
+        round is as if it had not been launched: what it sent is still pending.
+        """
         if self._restored is not None:
             return dict(self._restored)
         state: dict[str, Any] = {**fresh_state(self.config), **self._counters()}
@@ -276,6 +315,8 @@ class Synchronizer:
             state["global_model"] = [tensor.clone() for tensor in self._exchange.model.tensors()]
             state["core"] = None if self._core is None else self._core.clone()
             state["exchange"] = self._exchange.state()
+            flight = self._flight if keep_flight else None
+            state["flight"] = None if flight is None else self._exchange.flight_state(flight)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -283,6 +324,7 @@ class Synchronizer:
         check_version(state)
         self.steps, self.rounds, self.selections = (state["steps"], state["rounds"], state["selections"])
         self._restored, self._named, self._exchange, self._core = (dict(state), (), None, None)
+        self._flight = None
         if self.alone:
             self._restored = None  # alone, the live parameters are the model
         self._path = state.get("path") if state.get("size") == self.transport.size else None
@@ -319,3 +361,8 @@ class Synchronizer:
         if isinstance(exchange, SlimExchange) and state["core"] is not None and same_core:
             self._core = state["core"].cpu().clone()
             exchange.set_core(sets.unpack_set(self._core, exchange.core_count, exchange.arena.n))
+        flight = state.get("flight")
+        if flight is not None and state["config"] == self.config.to_dict():
+            if isinstance(exchange, SlimExchange):
+                exchange.set_explorer_count(self.config.explorer_count(exchange.arena.n, flight["round_number"]))
+            self._flight = exchange.resume_flight(flight)

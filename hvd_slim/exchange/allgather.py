@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from hvd_slim.agreement import require_finite
-from hvd_slim.arena import Coordinates
 from hvd_slim.config import SlimConfig
 from hvd_slim.exchange.base import SlimExchange
 from hvd_slim.exchange.dense import exchange_everything
+from hvd_slim.exchange.flight import Flight
 from hvd_slim.exchange.reduction import MeanReduction
 from hvd_slim.global_model import GlobalModel
-from hvd_slim.transport.base import Pending, Transport
+from hvd_slim.transport.base import Transport
 from hvd_slim.wire import PairFormat
 
 
@@ -30,53 +30,63 @@ class AllgatherExchange(SlimExchange):
             transport, self.codec, self.core_count, arena.value_dtype, arena.device, "core", norm_count
         )
 
-    def exchange(self, round_number: int) -> None:
-        """One round. Collective. The order is the algorithm's: core, then explorers in rank order."""
-        model, rank, size = self.model, self.transport.rank, self.transport.size
-
+    def launch(self, round_number: int, overlap: bool, draw_ahead: bool = False) -> Flight:
+        """Send the core's pending updates, and the pairs of E_k. Collective, non-blocking."""
+        model, core_mean = self.model, self._core_mean
         with self.stats.timed("pack"):
-            model.pending_update(self.core, self._core_mean.update)
-            self._core_mean.start(round_number, self.nonfinite)
-            pairs = PairFormat(self.codec, self.explorer.index_nbytes)
-            explored, unsent, messages_pending = self._send_explorers(pairs, round_number)
+            u = model.pending_update(self.core, core_mean.update)
+            flight = Flight(round_number, self.no_coordinates(), pending_core=u.clone() if overlap else None)
+            core_mean.start(round_number, self.nonfinite)
+            if self.explorer.count:
+                self._send_explorers(flight, overlap)
+        return flight
 
-        with self.stats.timed("wait"):
-            core_change = self._core_mean.finish()
-            messages = messages_pending.wait() if messages_pending else ()
-
-        require_finite(self.transport, *self._core_mean.nonfinite)
-        with self.stats.timed("merge"):
-            # Core: w̄[C] += mean of u[C]; what was sent of u_k[C] is pending no longer.
-            model.absorb(self.core, core_change)
-            model.settle(self.core, self._core_mean.unsent)
-            # Explorers: w̄[E_j] += v_j / K and w_k with it, for every rank j in rank order; then w_k[E_k] -= v_k.
-            for j, message in enumerate(messages):
-                v, indices, first = pairs.read(message)
-                change = v.div_(size).mul_(self._core_mean.factor)
-                if j == rank:
-                    model.absorb(explored, change)
-                else:
-                    positions = self.explorer.positions(indices, first, v.numel(), round_number, j)
-                    model.advance(self.arena.locate(self.coordinates_at(positions)), change)
-            model.settle(explored, unsent)
-
-    def _send_explorers(
-        self, pairs: PairFormat, round_number: int
-    ) -> tuple[Coordinates, torch.Tensor | None, Pending[torch.Tensor] | None]:
-        """Launch the gathering of all pairs: (E_k, what rounding kept back of u_k there, the messages to come)."""
-        count, rank = self.explorer.count, self.transport.rank
-        if count == 0:
-            return Coordinates(0, ()), None, None
+    def _send_explorers(self, flight: Flight, overlap: bool) -> None:
+        round_number, rank, count = flight.round_number, self.transport.rank, self.explorer.count
         draw = self.explorer.draw(round_number, rank, self.magnitude())
-        explored = self.arena.locate(self.coordinates_at(draw.positions))
+        flight.explored = self.coordinates_at(draw.positions)
         u = torch.empty(count, dtype=self.arena.value_dtype, device=self.arena.device)
-        self.model.pending_update(explored, u)
+        self.model.pending_update(self.arena.locate(flight.explored), u)
+        pairs = PairFormat(self.codec, self.explorer.index_nbytes)
         message = torch.zeros(pairs.nbytes(count), dtype=torch.uint8, device=self.arena.device)
         indices = self.explorer.pack(draw, 0, count)
         pairs.write(message, u, indices, draw.first, round_number, rank, self.first_message)
-        unsent = None if self.codec.exact else u - pairs.read(message)[0]
-        return explored, unsent, self.transport.allgather(message, "explorer")
+        flight.unsent = None if self.codec.exact else u - pairs.read(message)[0]
+        flight.pending_explored = u if overlap else None
+        flight.brought = self.transport.allgather(message, "explorer")
+
+    def merge(self, flight: Flight) -> None:
+        """Take in a round. The order is the algorithm's: core, then explorers in rank order."""
+        model, core_mean, size = self.model, self._core_mean, self.transport.size
+
+        with self.stats.timed("wait"):
+            core_change = core_mean.finish()
+            messages = flight.brought.wait() if flight.brought else ()
+
+        require_finite(self.transport, *core_mean.nonfinite)
+        with self.stats.timed("merge"):
+            explored = self.arena.locate(flight.explored)
+            core_left = self.pending_since(self.core, flight.pending_core, core_mean.unsent)
+            left = self.pending_since(explored, flight.pending_explored, flight.unsent)
+            # Core: w̄[C] += mean of u[C]; what was sent of u_k[C] is pending no longer.
+            model.absorb(self.core, core_change)
+            model.settle(self.core, core_left)
+            # Explorers: w̄[E_j] += v_j / K and w_k with it, for every rank j in rank order; then w_k[E_k] -= v_k.
+            pairs = PairFormat(self.codec, self.explorer.index_nbytes)
+            for j, message in enumerate(messages):
+                v, indices, first = pairs.read(message)
+                change = v.div_(size).mul_(core_mean.factor)
+                if j == self.transport.rank:
+                    model.absorb(explored, change)
+                else:
+                    positions = self.explorer.positions(indices, first, v.numel(), flight.round_number, j)
+                    model.advance(self.arena.locate(self.coordinates_at(positions)), change)
+            model.settle(explored, left)
+
+    def in_flight(self) -> MeanReduction:
+        """The core's mean."""
+        return self._core_mean
 
     def dense(self, phase: str, restore_norm: bool) -> None:
         """Every pending update at full width. Collective."""
-        exchange_everything(self, self.exact_codec, 0, phase, restore_norm)
+        exchange_everything(self, phase, restore_norm)

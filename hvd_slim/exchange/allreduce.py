@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from hvd_slim.agreement import require_finite
 from hvd_slim.config import SlimConfig
 from hvd_slim.exchange.base import SlimExchange
 from hvd_slim.exchange.dense import exchange_everything
+from hvd_slim.exchange.flight import Flight
 from hvd_slim.exchange.reduction import MeanReduction
 from hvd_slim.explorer import LeaderExplorer
 from hvd_slim.global_model import GlobalModel
-from hvd_slim.transport.base import Transport
+from hvd_slim.transport.base import Pending, Transport
+
+#: (the round for which a leader's set was announced, the broadcast)
+_NOTHING_AHEAD: tuple[int, Pending[torch.Tensor] | None] = (-1, None)
 
 
 class AllreduceExchange(SlimExchange):
@@ -24,6 +30,7 @@ class AllreduceExchange(SlimExchange):
     def __init__(self, model: GlobalModel, transport: Transport, config: SlimConfig, restore_norm: bool) -> None:
         super().__init__(model, transport, config, restore_norm)
         self._mean = self._make_reduction()
+        self._ahead = _NOTHING_AHEAD
 
     def set_explorer_count(self, count: int) -> None:
         """Explore ``count`` coordinates from now on."""
@@ -36,44 +43,84 @@ class AllreduceExchange(SlimExchange):
         norm_count = self.core_count if self.restore_norm else 0
         return MeanReduction(self.transport, self.codec, count, arena.value_dtype, arena.device, "core", norm_count)
 
-    def exchange(self, round_number: int) -> None:
-        """One round. Collective."""
+    def launch(self, round_number: int, overlap: bool, draw_ahead: bool = False) -> Flight:
+        """Send the pending updates of core and explorers. Collective; waits for a leader's choice if it was not made
+        a round ahead."""
         model, mean, c = self.model, self._mean, self.core_count
-
         with self.stats.timed("pack"):
-            explored = self.arena.locate(self.coordinates_at(self._positions(round_number)))
+            explored = self.coordinates_at(self._positions(round_number))
             model.pending_update(self.core, mean.update[:c])
-            model.pending_update(explored, mean.update[c:])
+            model.pending_update(self.arena.locate(explored), mean.update[c:])
+            flight = Flight(round_number, explored, pending_core=mean.update.clone() if overlap else None)
             mean.start(round_number, self.nonfinite)
+            if draw_ahead and isinstance(self.explorer, LeaderExplorer) and self.explorer.count:
+                self._ahead = round_number + 1, self._announce(self.explorer, round_number + 1)
+        return flight
+
+    def merge(self, flight: Flight) -> None:
+        """Take in a round."""
+        model, mean, c = self.model, self._mean, self.core_count
 
         with self.stats.timed("wait"):
             change = mean.finish()
 
         require_finite(self.transport, *mean.nonfinite)
         with self.stats.timed("merge"):
-            # w̄ += mean of u on C and E; what was sent of u_k there is pending no longer.
-            model.absorb(self.core, change[:c])
-            model.absorb(explored, change[c:])
-            model.settle(self.core, None if mean.unsent is None else mean.unsent[:c])
-            model.settle(explored, None if mean.unsent is None else mean.unsent[c:])
+            sets = ((self.core, slice(0, c)), (self.arena.locate(flight.explored), slice(c, None)))
+            for where, part in sets:
+                at_launch = None if flight.pending_core is None else flight.pending_core[part]
+                left = self.pending_since(where, at_launch, None if mean.unsent is None else mean.unsent[part])
+                # w̄ += mean of u; what was sent of u_k is pending no longer.
+                model.absorb(where, change[part])
+                model.settle(where, left)
 
     def _positions(self, round_number: int) -> torch.Tensor:
         """Everybody's explorer positions. Collective with a leader: its set is broadcast."""
-        explorer, rank = self.explorer, self.transport.rank
-        if not isinstance(explorer, LeaderExplorer) or explorer.count == 0:
-            return explorer.draw(round_number, rank).positions if explorer.count else self._no_positions()
-        leader = explorer.leader(round_number)
-        if rank == leader:
-            draw = explorer.draw(round_number, rank, self.magnitude())
-            self.transport.broadcast(explorer.pack(draw, 0, explorer.count), leader, "explorer").wait()
-            return draw.positions
-        packed = torch.empty(explorer.index_nbytes(explorer.count), dtype=torch.uint8, device=self.arena.device)
-        self.transport.broadcast(packed, leader, "explorer").wait()
-        return explorer.positions(packed, 0, explorer.count, round_number, leader)
+        explorer = self.explorer
+        if explorer.count == 0:
+            return torch.empty(0, dtype=torch.int32, device=self.arena.device)
+        if not isinstance(explorer, LeaderExplorer):
+            return explorer.draw(round_number, self.transport.rank).positions
+        number, announced = self._ahead
+        self._ahead = _NOTHING_AHEAD
+        if announced is None or number != round_number:
+            announced = self._announce(explorer, round_number)
+        packed = announced.wait()
+        return explorer.positions(packed, 0, explorer.count, round_number, explorer.leader(round_number))
 
-    def _no_positions(self) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.int32, device=self.arena.device)
+    def _announce(self, explorer: LeaderExplorer, round_number: int) -> Pending[torch.Tensor]:
+        """Launch the broadcast of the set that the leader of ``round_number`` chooses now. Collective."""
+        leader = explorer.leader(round_number)
+        if self.transport.rank == leader:
+            packed = explorer.pack(explorer.draw(round_number, leader, self.magnitude()), 0, explorer.count)
+        else:
+            packed = torch.empty(explorer.index_nbytes(explorer.count), dtype=torch.uint8, device=self.arena.device)
+        return self.transport.broadcast(packed, leader, "explorer")
+
+    def set_core(self, core: torch.Tensor) -> None:
+        """Use ``core``, the marks (bool, shape (n,)) of the core set, from now on."""
+        super().set_core(core)
+        self._ahead = _NOTHING_AHEAD  # positions are counted outside the core
+
+    def in_flight(self) -> MeanReduction:
+        """The mean of core and explorers."""
+        return self._mean
+
+    def flight_state(self, flight: Flight) -> dict[str, Any]:
+        """A flight for a checkpoint, and the set announced for the next round. Not collective."""
+        number, announced = self._ahead
+        ahead = None if announced is None else (number, announced.arrive().clone())
+        return {**super().flight_state(flight), "ahead": ahead}
+
+    def resume_flight(self, state: dict[str, Any]) -> Flight:
+        """Take up what ``flight_state`` gave. Not collective."""
+        state = dict(state)
+        ahead = state.pop("ahead")
+        if ahead is not None:
+            packed = ahead[1].to(self.arena.device)
+            self._ahead = ahead[0], Pending(lambda: packed)
+        return super().resume_flight(state)
 
     def dense(self, phase: str, restore_norm: bool) -> None:
         """Every pending update at full width. Collective."""
-        exchange_everything(self, self.exact_codec, 0, phase, restore_norm)
+        exchange_everything(self, phase, restore_norm)

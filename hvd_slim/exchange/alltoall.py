@@ -14,6 +14,7 @@ import torch
 from hvd_slim.agreement import require_finite
 from hvd_slim.config import SlimConfig
 from hvd_slim.exchange.base import SlimExchange
+from hvd_slim.exchange.flight import Flight
 from hvd_slim.exchange.reduction import MeanReduction, norm_factor, sum_of_squares
 from hvd_slim.explorer import Draw
 from hvd_slim.global_model import GlobalModel, OwnedSlice, slice_nbytes
@@ -42,44 +43,59 @@ class AlltoallExchange(SlimExchange):
         self._bounds = [arena.n * rank // size for rank in range(size + 1)]
         self.owned = OwnedSlice(model, self._bounds[transport.rank], self._bounds[transport.rank + 1])
 
-    def exchange(self, round_number: int) -> None:
-        """One round. Collective. The order is the algorithm's: core, then explorers in rank order, by their owner."""
-        model, owned = self.model, self.owned
-
+    def launch(self, round_number: int, overlap: bool, draw_ahead: bool = False) -> Flight:
+        """Send the core's pending updates, and the pairs of E_k to their owners. Collective, non-blocking."""
+        core_mean = self._core_mean
         with self.stats.timed("pack"):
-            model.pending_update(self.core, self._core_mean.update)
-            self._core_mean.start(round_number, self.nonfinite)
-            pairs = PairFormat(self.codec, self.explorer.index_nbytes)
+            u = self.model.pending_update(self.core, core_mean.update)
+            flight = Flight(round_number, self.no_coordinates(), pending_core=u.clone() if overlap else None)
+            core_mean.start(round_number, self.nonfinite)
             if self.explorer.count:
-                draw = self.explorer.draw(round_number, self.transport.rank, self.magnitude())
-                coordinates = self.coordinates_at(draw.positions)
-                explored = self.arena.locate(coordinates)
-                u = torch.empty(self.explorer.count, dtype=self.arena.value_dtype, device=self.arena.device)
-                model.pending_update(explored, u)
-                lengths = self._lengths_by_owner(coordinates)
-                messages, unsent = self._pushes(pairs, draw, u, lengths, round_number)
-                counts = [message.numel() for message in messages]
-                # Equal shares take most bytes; a few more for what is rounded up.
-                owners = self.transport.size
-                most = owners * (pairs.nbytes(-(-self.explorer.count // owners)) + pairs.nbytes(1))
-                pushed_pending = self.transport.alltoall(torch.cat(messages), counts, most, "explorer")
+                self._push(flight, overlap)
+        return flight
+
+    def _push(self, flight: Flight, overlap: bool) -> None:
+        draw = self.explorer.draw(flight.round_number, self.transport.rank, self.magnitude())
+        flight.explored = self.coordinates_at(draw.positions)
+        u = torch.empty(self.explorer.count, dtype=self.arena.value_dtype, device=self.arena.device)
+        self.model.pending_update(self.arena.locate(flight.explored), u)
+        flight.lengths = self._lengths_by_owner(flight.explored)
+        pairs = PairFormat(self.codec, self.explorer.index_nbytes)
+        messages, flight.unsent = self._pushes(pairs, draw, u, flight.lengths, flight.round_number)
+        flight.pending_explored = u if overlap else None
+        # Equal shares take most bytes; a few more for what is rounded up.
+        owners = self.transport.size
+        most = owners * (pairs.nbytes(-(-self.explorer.count // owners)) + pairs.nbytes(1))
+        counts = [message.numel() for message in messages]
+        flight.brought = self.transport.alltoall(torch.cat(messages), counts, most, "explorer")
+
+    def merge(self, flight: Flight) -> None:
+        """Take in a round: core, then explorers in rank order, by their owner. Collective: owners answer."""
+        model, owned, core_mean = self.model, self.owned, self._core_mean
 
         with self.stats.timed("wait"):
-            core_change = self._core_mean.finish()
-            pushed = pushed_pending.wait() if self.explorer.count else None
+            core_change = core_mean.finish()
+            pushed = flight.brought.wait() if flight.brought else None
 
-        require_finite(self.transport, *self._core_mean.nonfinite)
+        require_finite(self.transport, *core_mean.nonfinite)
         with self.stats.timed("merge"):
+            explored = self.arena.locate(flight.explored)
+            core_left = self.pending_since(self.core, flight.pending_core, core_mean.unsent)
+            left = self.pending_since(explored, flight.pending_explored, flight.unsent)
             # Core: w̄[C] += mean of u[C]; what was sent of u_k[C] is pending no longer.
             model.absorb(self.core, core_change)
-            model.settle(self.core, self._core_mean.unsent)
+            model.settle(self.core, core_left)
             owned.copy_from(model, self.core)
         if pushed is not None:
-            merged = self._merge_and_reply(pairs, pushed, lengths, round_number)
+            merged = self._merge_and_reply(pushed, flight.lengths, flight.round_number)
             with self.stats.timed("merge"):
                 # What I see of w̄[E_k] is new; what was sent of u_k[E_k] is pending no longer.
                 model.replace(explored, merged)
-                model.settle(explored, unsent)
+                model.settle(explored, left)
+
+    def in_flight(self) -> MeanReduction:
+        """The core's mean."""
+        return self._core_mean
 
     def _lengths_by_owner(self, coordinates: torch.Tensor) -> list[int]:
         """How many of the ascending ``coordinates`` each rank owns."""
@@ -105,10 +121,11 @@ class AlltoallExchange(SlimExchange):
         return messages, torch.cat(kept) if kept else None
 
     def _merge_and_reply(
-        self, pairs: PairFormat, pushed: tuple[torch.Tensor, list[int]], lengths: list[int], round_number: int
+        self, pushed: tuple[torch.Tensor, list[int]], lengths: list[int], round_number: int
     ) -> torch.Tensor:
         """Merge what was pushed to this owner, answer everyone, and return the answers to this rank's own push."""
         owned, size = self.owned, self.transport.size
+        pairs = PairFormat(self.codec, self.explorer.index_nbytes)
         asked = []
         with self.stats.timed("merge"):
             # w̄[E_j] += v_j / K on the slice owned here, for every rank j in rank order.

@@ -10,6 +10,8 @@ import torch
 from hvd_slim.arena import Coordinates
 from hvd_slim.chunks import indices_of
 from hvd_slim.config import SlimConfig
+from hvd_slim.exchange.flight import Flight
+from hvd_slim.exchange.reduction import MeanReduction
 from hvd_slim.explorer import EXPLORERS, Explorer
 from hvd_slim.global_model import GlobalModel
 from hvd_slim.transport.base import Transport
@@ -40,9 +42,37 @@ class Exchange(abc.ABC):
         self.codec = make_codec(config.value_dtype, self.arena.value_dtype, config.rounding, config.seed)
         self.exact_codec = make_codec("float32", self.arena.value_dtype, "nearest", config.seed)
 
-    @abc.abstractmethod
     def exchange(self, round_number: int) -> None:
-        """One round. Collective."""
+        """One round: launched, and merged at once. Collective."""
+        self.merge(self.launch(round_number, overlap=False))
+
+    @abc.abstractmethod
+    def launch(self, round_number: int, overlap: bool, draw_ahead: bool = False) -> Flight:
+        """Send what a round sends. Collective, non-blocking but for what receivers cannot do without.
+
+        Args:
+            overlap: parameters may change before the round is merged.
+            draw_ahead: the next round is a slim one on the same core, and its explorers may be chosen now.
+        """
+
+    @abc.abstractmethod
+    def merge(self, flight: Flight) -> None:
+        """Take in what a round has brought. Collective; on the allgather, allreduce and dense paths with full-width
+        values it only waits for what was launched."""
+
+    @abc.abstractmethod
+    def in_flight(self) -> MeanReduction:
+        """The reduction that a flight waits for."""
+
+    def flight_state(self, flight: Flight) -> dict[str, Any]:
+        """A flight for a checkpoint; waits for what was launched. Not collective."""
+        return {**flight.state(), "reduction": self.in_flight().in_flight()}
+
+    def resume_flight(self, state: dict[str, Any]) -> Flight:
+        """Take up what ``flight_state`` gave. Not collective."""
+        state = dict(state)
+        self.in_flight().resume(state["round_number"], state.pop("reduction"))
+        return Flight.from_state(state, self.arena.device)
 
     @abc.abstractmethod
     def dense(self, phase: str, restore_norm: bool) -> None:
@@ -55,6 +85,19 @@ class Exchange(abc.ABC):
     def whole_model(self) -> GlobalModel:
         """w̄, entire. Not collective where every rank holds it; collective where each holds a slice."""
         return self.model
+
+    def pending_since(
+        self, where: Coordinates, at_launch: torch.Tensor | None, unsent: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """What stays pending at ``where`` when what was sent of ``at_launch`` is merged; None for nothing.
+
+        That is what rounding kept back, and what the rank has learned since the launch (None: merged at once).
+        """
+        if at_launch is None:
+            return unsent
+        now = torch.empty_like(at_launch)
+        learned = self.model.pending_update(where, now).sub_(at_launch)
+        return learned if unsent is None else learned.add_(unsent)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint needs beyond ``model``, as tensors. Not collective."""
@@ -106,6 +149,10 @@ class SlimExchange(Exchange):
     def coordinates_at(self, positions: torch.Tensor) -> torch.Tensor:
         """The coordinates outside the core at ``positions`` of their ascending list."""
         return self._outside.index_select(0, positions)
+
+    def no_coordinates(self) -> torch.Tensor:
+        """An empty explorer set."""
+        return self._outside[:0]
 
     def magnitude(self) -> torch.Tensor | None:
         """|u_k| at every coordinate outside the core, if the explorer asks for it."""

@@ -3,8 +3,11 @@ with narrow values, its quantised form (Quant-DP)."""
 
 from __future__ import annotations
 
+import torch
+
 from hvd_slim.agreement import require_finite
 from hvd_slim.exchange.base import Exchange
+from hvd_slim.exchange.flight import Flight
 from hvd_slim.exchange.reduction import MeanReduction
 from hvd_slim.values import ValueCodec
 
@@ -12,33 +15,61 @@ from hvd_slim.values import ValueCodec
 class DenseExchange(Exchange):
     """Sends 2(K−1)/K·n values a round. State beyond the model: w̄ (n); while a round runs, a buffer of n values."""
 
-    def exchange(self, round_number: int) -> None:
-        """One round, in the width that the settings say. Collective."""
-        exchange_everything(self, self.codec, round_number, "dense", self.restore_norm)
+    _reduction: MeanReduction | None = None
+
+    def launch(self, round_number: int, overlap: bool, draw_ahead: bool = False) -> Flight:
+        """Send every pending update, in the width that the settings say. Collective, non-blocking."""
+        self._reduction = _reduction_of_everything(self, self.codec, "dense", self.restore_norm)
+        with self.stats.timed("pack"):
+            u = self.model.pending_update_everywhere(self._reduction.update)
+            flight = Flight(round_number, u[:0], pending_core=u.clone() if overlap else None)
+            self._reduction.start(round_number, self.nonfinite)
+        return flight
+
+    def merge(self, flight: Flight) -> None:
+        """w̄ += mean over ranks of u; w_k = w̄, and what rounding kept back or was learned since. Collective."""
+        merge_everything(self, self.in_flight(), flight.pending_core)
+        self._reduction = None
+
+    def in_flight(self) -> MeanReduction:
+        """The reduction of everything."""
+        if self._reduction is None:
+            self._reduction = _reduction_of_everything(self, self.codec, "dense", self.restore_norm)
+        return self._reduction
 
     def dense(self, phase: str, restore_norm: bool) -> None:
         """One round at full width. Collective."""
-        exchange_everything(self, self.exact_codec, 0, phase, restore_norm)
+        exchange_everything(self, phase, restore_norm)
 
 
-def exchange_everything(
-    exchange: Exchange, codec: ValueCodec, round_number: int, phase: str, restore_norm: bool
-) -> None:
-    """u = w_k − w̄ everywhere; w̄ += mean over ranks of u; w_k = w̄ (and what rounding kept back). Collective.
+def exchange_everything(exchange: Exchange, phase: str, restore_norm: bool) -> None:
+    """u = w_k − w̄ everywhere, at full width; w̄ += mean over ranks of u; w_k = w̄. Collective.
 
     For every path that keeps w̄ on all ranks.
     """
-    arena, model, stats = exchange.arena, exchange.model, exchange.stats
+    reduction = _reduction_of_everything(exchange, exchange.exact_codec, phase, restore_norm)
+    with exchange.stats.timed("pack"):
+        exchange.model.pending_update_everywhere(reduction.update)
+        reduction.start(0, exchange.nonfinite)
+    merge_everything(exchange, reduction, None)
+
+
+def _reduction_of_everything(exchange: Exchange, codec: ValueCodec, phase: str, restore_norm: bool) -> MeanReduction:
+    arena = exchange.arena
     norm_count = arena.n if restore_norm else 0
-    with stats.timed("pack"):
-        reduction = MeanReduction(
-            exchange.transport, codec, arena.n, arena.value_dtype, arena.device, phase, norm_count
-        )
-        model.pending_update_everywhere(reduction.update)
-        reduction.start(round_number, exchange.nonfinite)
+    return MeanReduction(exchange.transport, codec, arena.n, arena.value_dtype, arena.device, phase, norm_count)
+
+
+def merge_everything(exchange: Exchange, reduction: MeanReduction, at_launch: torch.Tensor | None) -> None:
+    """Take in the mean of everything; ``at_launch`` as in ``pending_since``. Collective."""
+    model, stats = exchange.model, exchange.stats
     with stats.timed("wait"):
         mean = reduction.finish()
     require_finite(exchange.transport, *reduction.nonfinite)
     with stats.timed("merge"):
+        left = reduction.unsent
+        if at_launch is not None:
+            learned = model.pending_update_everywhere(torch.empty_like(at_launch)).sub_(at_launch)
+            left = learned if left is None else learned.add_(left)
         model.absorb_everywhere(mean)
-        model.settle_everywhere(reduction.unsent)
+        model.settle_everywhere(left)

@@ -79,6 +79,25 @@ class MeanReduction:
         most = self._transport.size * max(counts)
         self._slices = self._transport.alltoall(torch.cat(messages), counts, most, self._phase)
 
+    def in_flight(self) -> dict[str, torch.Tensor]:
+        """What ``finish`` will need, once it has arrived; ``resume`` takes it. Not collective."""
+        if self._summed is not None:
+            return {"summed": self._summed.arrive().clone()}
+        assert self._slices is not None
+        assert self.unsent is not None
+        data, counts = self._slices.arrive()
+        return {"slices": data.clone(), "counts": torch.tensor(counts), "unsent": self.unsent.clone()}
+
+    def resume(self, round_number: int, state: dict[str, torch.Tensor]) -> None:
+        """Stand where ``in_flight`` was called. Not collective."""
+        self._round_number = round_number
+        if "summed" in state:
+            self._buffer.copy_(state["summed"])
+            self._summed = Pending(lambda: self._buffer)
+        else:
+            received = state["slices"].to(self._buffer.device), state["counts"].tolist()
+            self._slices, self.unsent = Pending(lambda: received), state["unsent"].to(self._buffer.device).clone()
+
     def finish(self) -> torch.Tensor:
         """Wait for the mean: shape (count,), bit-identical on all ranks, scaled by γ if so configured. Collective."""
         size = self._transport.size

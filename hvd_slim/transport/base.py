@@ -21,6 +21,12 @@ class Pending(Generic[Result]):
     def __init__(self, wait: Callable[[], Result]) -> None:
         self.wait = wait
 
+    def arrive(self) -> Result:
+        """Block until the result is there, and return it; ``wait()`` is still to come, and returns the same."""
+        result = self.wait()
+        self.wait = lambda: result
+        return result
+
 
 class Transport(abc.ABC):
     """Collectives over the K ranks of one process set, launched in the same order on every rank.

@@ -140,6 +140,12 @@ def test_other_parameters(explorer: str, path: str, dtype: torch.dtype) -> None:
 
 
 @every_way
+def test_overlap(explorer: str, path: str) -> None:
+    for value_dtype in ("float32", "int8"):
+        Case(config(explorer, path, overlap=True, value_dtype=value_dtype), size=3, rank=2).check()
+
+
+@every_way
 def test_few_parameters(explorer: str, path: str) -> None:
     """So few that a core is searched among all of them."""
     Case(config(explorer, path), n=100_000).check()

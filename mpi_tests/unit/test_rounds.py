@@ -36,6 +36,7 @@ def configs(draw: st.DrawFn) -> SlimConfig:
         reselect_every=draw(st.integers(1, 6)),
         resync_every=draw(st.sampled_from([0, 0, 2, 5])),
         local_steps=draw(st.integers(1, 3)),
+        overlap=draw(st.booleans()),
         explorer=explorer,
         exchange=exchange,
         value_dtype=draw(st.sampled_from(["float32", "float32", "float16", "bfloat16", "int8", "int4"])),
