@@ -20,6 +20,7 @@ _SLIM_HELP = {
     "reselect_every": "rounds between two choices of the core set",
     "resync_every": "rounds between two dense exchanges that make all replicas equal; 0 is never",
     "local_steps": "optimizer steps between two rounds",
+    "overlap": "merge a round one step after its launch: it travels while the next step is computed",
     "gradient_weight": "weight of |gradient| beside |parameter| in the significance",
     "normalize": "divide |parameter| and |gradient| by their root mean square first",
     "explorer": "which coordinates outside the core travel: random, cyclic, shared, greedy, leader",

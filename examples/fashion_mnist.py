@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from common import Parser, add_run_options, add_slim_options, on_every_rank, require_at_least, slim_config
 from datasets import DataError, Images, default_folder, read_fashion_mnist
+from models import SmallCNN
 from runlog import RunLog
 from torch import nn
 
@@ -31,17 +32,6 @@ Plain Horovod (--method dense) has no byte counter: its bytes are 2(K-1)/K * par
 """
 MEAN, DEVIATION = 0.2860, 0.3530  # of the training pixels, scaled to [0, 1]
 EVALUATION_BATCH = 500
-
-
-class SmallCNN(nn.Sequential):
-    """Two convolutions, two linear layers; 206,922 parameters. Input (batch, 1, 28, 28), output (batch, 10)."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
-            nn.Linear(32 * 7 * 7, 128), nn.ReLU(), nn.Linear(128, 10),
-        )  # fmt: skip
 
 
 def parse_arguments() -> tuple[argparse.Namespace, hvd.SlimConfig | None]:

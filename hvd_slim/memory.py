@@ -13,6 +13,8 @@ from hvd_slim.wire import PairFormat, aligned
 
 #: parameters on which own work is tried out before a path is chosen; in larger vectors one costs no more
 PROBED = 2**24
+#: bytes that fill a processor's caches between two tries of a measurement
+SWEPT = 2**25
 #: of scores, up to which a k-th largest is searched among all of them; beyond, a sample of up to half as many is sorted
 _SEARCHED_WHOLE = 2**18
 #: values that a codec works on at once
@@ -45,7 +47,7 @@ def extra_memory(n: int, ranks: int, path: str, config: SlimConfig, dtype: torch
         alltoall round      2M(e) + (3i+1+v)·e + max(S(c), S(e), (i+3p)·e, (i+2p)·e + (4i+7v)·e/K)
         allreduce round     2i·e + S(max(c, e))
 
-    and with exchange="auto" at least what measuring takes: 5v·n, 7v·n for n ≤ 2^18, where n counts to 2^24.
+    and with exchange="auto" at least what measuring takes: 32 MiB and 5v·n, 7v·n for n ≤ 2^18, where n counts to 2^24.
 
     With ``overlap``, what was pending at the launch, and what was learned since, are kept beside: 2v·m + (2v+i)·e for m
     = c values (allreduce: c+e; dense: n), and what a round receives until it is merged.
@@ -101,7 +103,7 @@ class _Memory:
         return 2 * self.v * self.reduced + (2 * self.v + self.i) * self.e + (received if self.e else 0)
 
     def _measuring(self) -> float:
-        return (7 if self.n <= _SEARCHED_WHOLE else 5) * self.v * min(self.n, PROBED)
+        return SWEPT + (7 if self.n <= _SEARCHED_WHOLE else 5) * self.v * min(self.n, PROBED)
 
     def _small(self) -> float:
         work = 0 if self.codec.exact else 8 * min(self.n, _CODEC_CHUNK)

@@ -1,12 +1,14 @@
 """A short measurement at the start of a run: what collectives and a rank's own work cost here. Collective.
 
 Every rank measures while the others do the same, so processors that several ranks share show in the numbers. Of a few
-tries the best counts: what disturbs one of them is none of the run's. The result is the same on every rank, to the bit.
+tries the middle one counts: what disturbs one of them is none of the run's. Before each, the processor's caches are
+filled with something else, as a training step does. The result is the same on every rank, to the bit.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 import time
 from collections.abc import Callable
 
@@ -18,7 +20,7 @@ from hvd_slim.chunks import index_dtype, indices_of
 from hvd_slim.config import SHARED_EXPLORERS, SlimConfig
 from hvd_slim.explorer import EXPLORERS
 from hvd_slim.global_model import GlobalModel
-from hvd_slim.memory import PROBED
+from hvd_slim.memory import PROBED, SWEPT
 from hvd_slim.planner import Link, Network, choose, predict
 from hvd_slim.transport.base import Transport
 from hvd_slim.values import ValueCodec, make_codec
@@ -30,7 +32,7 @@ _LONG = 0.15  # and so does any that takes as long as this
 _BUDGET = 2.5  # seconds for all of them; what happens once, a lost packet say, must not hold up the start
 _REPEATS = 3
 _ALIKE, _MOST_CALLS = 1.1, 30  # ratio of two times that confirm each other; and when they need not
-_MOST_REPEATS, _SHORT_WORK, _LONG_WORK = 15, 0.01, 0.05  # short work is tried more often (seconds in all), long once
+_MOST_REPEATS, _SHORT_WORK, _LONG_WORK = 10, 0.01, 0.05  # short work is tried more often (seconds in all), long once
 
 
 def measure(transport: Transport, arena: Arena, config: SlimConfig) -> Network:
@@ -128,8 +130,9 @@ def _growing(points: list[tuple[float, float]]) -> tuple[tuple[float, float], ..
     return tuple(reversed(growing))
 
 
-def _once(action: Callable[[], object], device: torch.device, clock: Callable[[], float]) -> float:
-    """Seconds of one call, what it started on the device included."""
+def _once(action: Callable[[], object], device: torch.device, clock: Callable[[], float], swept: torch.Tensor) -> float:
+    """Seconds of one call with ``swept`` in the caches, what it started on the device included."""
+    swept.add_(1)
     begin = clock()
     action()
     if device.type == "cuda":
@@ -138,32 +141,38 @@ def _once(action: Callable[[], object], device: torch.device, clock: Callable[[]
 
 
 def _seconds(transport: Transport, action: Callable[[], object], device: torch.device) -> tuple[float, float]:
-    """(the least time of a few calls, on the rank where it is longest; that of all calls together). Collective.
+    """(the median time of a few calls, on the rank where it is longest; that of all calls together). Collective.
 
     Called again, if it does not take long, until the least time is not the only one of its kind. Every rank calls
     equally often.
     """
-    of_rank = torch.empty(transport.size, 0, dtype=torch.float64)
+    of_rank, swept = torch.empty(transport.size, 0, dtype=torch.float64), _caches()
     while True:
-        seconds = [_once(action, device, time.perf_counter) for _ in range(_REPEATS)]
+        seconds = [_once(action, device, time.perf_counter, swept) for _ in range(_REPEATS)]
         raw = torch.tensor(seconds, dtype=torch.float64, device=device).view(torch.uint8)
         rows = transport.allgather(raw, _PHASE).wait().cpu().view(torch.float64).view(transport.size, -1)
         of_rank = torch.cat([of_rank, rows], dim=1).sort(dim=1).values
         (least, second), total = of_rank.amax(0)[:2].tolist(), float(of_rank.sum(1).max())
         if second <= _ALIKE * least or total > _LONG or of_rank.size(1) >= _MOST_CALLS:
-            return least, total
+            return float(of_rank.median(1).values.max()), total
+
+
+def _caches() -> torch.Tensor:
+    """As many bytes as a processor's caches hold."""
+    return torch.zeros(SWEPT, dtype=torch.uint8)
 
 
 # Own work ------------------------------------------------------------------------------------------------------------
 
 
 def _timed(action: Callable[[], object], device: torch.device, clock: Callable[[], float]) -> float:
-    """Least seconds of a few calls, more if they are short; the first counts only if it is long."""
-    first = _once(action, device, clock)
+    """Median seconds of a few calls, more if they are short; the first counts only if it is long."""
+    swept = _caches()
+    first = _once(action, device, clock, swept)
     times, least = ([first], 2) if first > _LONG_WORK else ([], _REPEATS)
     while len(times) < least or (len(times) < _MOST_REPEATS and sum(times) < _SHORT_WORK):
-        times.append(_once(action, device, clock))
-    return min(times)
+        times.append(_once(action, device, clock, swept))
+    return statistics.median_low(times)
 
 
 def measure_work(

@@ -33,7 +33,8 @@ import torch
 import hvd_slim as hvd
 from hvd_slim.sets import set_nbytes
 
-_VALUE_BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5}
+# int8 and int4: with two bytes of scale a block of 64 and of 32 values
+_VALUE_BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "int8": 1 + 2 / 64, "int4": 1 / 2 + 2 / 32}
 _INPUTS, _CLASSES, _BATCH = 256, 10, 8
 _SECONDS_TO_SETTLE = 0.1  # for acknowledgements still under way
 _SLIM_OPTIONS_SHOWN = ("exchange", "explorer", "comm_fraction", "core_fraction")

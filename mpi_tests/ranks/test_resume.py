@@ -78,6 +78,7 @@ def draw(number: int) -> Interrupted:
         "on_nonfinite": str(rng.choice(["raise", "skip"])),
         "transport": str(rng.choice(["horovod", "mpi"] if hvd.mpi_enabled() else ["horovod"])),
         "seed": int(rng.integers(2**63)),
+        "overlap": bool(rng.integers(2)),
     }
     names = list(OPTIMIZERS)
     stop = int(rng.integers(1, STEPS - 1))
