@@ -70,8 +70,11 @@ class GlobalModel:
     def pending_update(self, where: Coordinates, out: torch.Tensor) -> torch.Tensor:
         """u_k = w_k − w̄ at ``where``, into ``out`` of shape (count,), value dtype."""
         for piece in where.pieces:
-            u = out[piece.begin : piece.end]
-            u.copy_(piece.segment.memory.index_select(0, piece.address))
+            u, memory = out[piece.begin : piece.end], piece.segment.memory
+            if memory.dtype == u.dtype and memory.device == u.device:
+                torch.index_select(memory, 0, piece.address, out=u)
+            else:
+                u.copy_(memory.index_select(0, piece.address))
             u.sub_(self.flat[piece.group].index_select(0, piece.in_group))
         return out
 
@@ -80,7 +83,10 @@ class GlobalModel:
         for piece in where.pieces:
             mean = self.flat[piece.group]
             delta = change[piece.begin : piece.end].to(mean.device)
-            _add_at(mean, self.rest[piece.group], piece.in_group, delta)
+            if mean.dtype == delta.dtype:
+                mean.index_add_(0, piece.in_group, delta)  # half the time of reading, adding and writing
+            else:
+                _add_at(mean, self.rest[piece.group], piece.in_group, delta)
 
     def replace(self, where: Coordinates, values: torch.Tensor) -> None:
         """w̄ = values at ``where``."""

@@ -31,6 +31,7 @@ _SECONDS, _BYTES = 0.04, 2**19  # a collective of that size that takes as long s
 _LONG = 0.15  # and so does any that takes as long as this
 _BUDGET = 2.5  # seconds for all of them; what happens once, a lost packet say, must not hold up the start
 _REPEATS = 3
+_FILLS_CACHES = 2**18  # bytes of a collective to which it makes a difference what the caches hold
 _ALIKE, _MOST_CALLS = 1.1, 30  # ratio of two times that confirm each other; and when they need not
 _MOST_REPEATS, _SHORT_WORK, _LONG_WORK = 10, 0.01, 0.05  # short work is tried more often (seconds in all), long once
 
@@ -38,8 +39,8 @@ _MOST_REPEATS, _SHORT_WORK, _LONG_WORK = 10, 0.01, 0.05  # short work is tried m
 def measure(transport: Transport, arena: Arena, config: SlimConfig) -> Network:
     """What this run's collectives and own work cost, the same on all ranks. Collective.
 
-    Takes about half a second on a fast network and up to three seconds at 50 Mbit/s; the bytes are counted under
-    "probe". Live parameters are not touched.
+    Takes half a second to two on a fast network and up to five at 50 Mbit/s or with more ranks than cores; the bytes
+    are counted under "probe". Live parameters are not touched.
 
     Args:
         transport: of the run, at least two ranks.
@@ -95,7 +96,8 @@ def _measure_collectives(transport: Transport, arena: Arena, kinds: tuple[str, .
         for kind, nbytes in list(sizes.items()):
             step = 4 * size
             nbytes = -(-nbytes // step) * step
-            seconds, all_calls = _seconds(transport, _collective(transport, kind, nbytes, device), device)
+            collective = _collective(transport, kind, nbytes, device)
+            seconds, all_calls = _seconds(transport, collective, device, _caches() if nbytes >= _FILLS_CACHES else None)
             points[kind].append((nbytes * share * (2 if kind == "allreduce" else 1), seconds))
             spent += all_calls
             if nbytes >= most or (seconds >= _SECONDS and nbytes >= _BYTES) or seconds >= _LONG or spent > _BUDGET:
@@ -130,9 +132,12 @@ def _growing(points: list[tuple[float, float]]) -> tuple[tuple[float, float], ..
     return tuple(reversed(growing))
 
 
-def _once(action: Callable[[], object], device: torch.device, clock: Callable[[], float], swept: torch.Tensor) -> float:
+def _once(
+    action: Callable[[], object], device: torch.device, clock: Callable[[], float], swept: torch.Tensor | None
+) -> float:
     """Seconds of one call with ``swept`` in the caches, what it started on the device included."""
-    swept.add_(1)
+    if swept is not None:
+        swept.add_(1)
     begin = clock()
     action()
     if device.type == "cuda":
@@ -140,13 +145,15 @@ def _once(action: Callable[[], object], device: torch.device, clock: Callable[[]
     return clock() - begin
 
 
-def _seconds(transport: Transport, action: Callable[[], object], device: torch.device) -> tuple[float, float]:
+def _seconds(
+    transport: Transport, action: Callable[[], object], device: torch.device, swept: torch.Tensor | None
+) -> tuple[float, float]:
     """(the median time of a few calls, on the rank where it is longest; that of all calls together). Collective.
 
     Called again, if it does not take long, until the least time is not the only one of its kind. Every rank calls
     equally often.
     """
-    of_rank, swept = torch.empty(transport.size, 0, dtype=torch.float64), _caches()
+    of_rank = torch.empty(transport.size, 0, dtype=torch.float64)
     while True:
         seconds = [_once(action, device, time.perf_counter, swept) for _ in range(_REPEATS)]
         raw = torch.tensor(seconds, dtype=torch.float64, device=device).view(torch.uint8)
