@@ -57,6 +57,15 @@ stage() {
     REPORT+="$(printf '%-32s %5d passed %4d failed %5d s' "$name" "$passed" "$failed" $((SECONDS - begin)))"$'\n'
 }
 
+# The batch scripts' tests start a SLURM of their own; where there is none they are skipped, and say so.
+install_slurm() {
+    command -v slurmctld >/dev/null && command -v munged >/dev/null && return
+    [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || return
+    { apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+        apt-get install -y -qq --no-install-recommends slurm-wlm munge >/dev/null; } ||
+        echo "slurm-wlm and munge cannot be installed: tests of the batch scripts will be skipped"
+}
+
 stage "ruff" 60 "$PYTHON" -m ruff check --no-cache .
 stage "mypy" 300 "$PYTHON" -m mypy
 stage "unit tests" 900 "${PYTEST[@]}" --timeout 200 mpi_tests/unit
@@ -65,7 +74,9 @@ for ranks in 1 2 3 4; do
 done
 stage "ranks: horovodrun, MPI" 400 horovodrun --disable-cache -np 2 "${NETWORK_TESTS[@]}"
 stage "ranks: horovodrun, Gloo" 400 horovodrun --disable-cache --gloo -np 2 "${NETWORK_TESTS[@]}"
-stage "launches" 1200 "${PYTEST[@]}" mpi_tests/launches
+stage "launches" 1200 "${PYTEST[@]}" --ignore mpi_tests/launches/test_slurm.py mpi_tests/launches
+wanted "SLURM" && install_slurm
+stage "SLURM" 600 "${PYTEST[@]}" -rs mpi_tests/launches/test_slurm.py
 
 printf '\n%s\n%d passed, %d failed\n' "$REPORT" "$PASSED" "$FAILED"
 [ "$FAILED" = 0 ]

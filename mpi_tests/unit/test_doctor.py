@@ -157,7 +157,7 @@ GLOO = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
 @pytest.mark.parametrize("more", [{}, {"PMI_RANK": "0"}, GLOO], ids=str)
 def test_srun_without_pmix(more: dict[str, str]) -> None:
     """Seen before MPI starts, which may end the process, and after."""
-    found = finding(doctor(**STEP_OF_4, **more), "ranks")
+    found = finding(doctor(None, **STEP_OF_4, **more), "ranks")
     assert found["level"] == "error"
     assert "SLURM started 4 tasks" in found["text"]
     assert "srun --mpi=pmix" in found["remedy"]
