@@ -25,6 +25,7 @@ from hvd_slim.broadcasting import (
 )
 from hvd_slim.buffers import average_buffers
 from hvd_slim.optimizer import SlimOptimizer
+from hvd_slim.synchronizer import shared_state
 from hvd_slim.transport.base import Transport
 
 __all__ = [
@@ -112,9 +113,7 @@ def _state_for_all(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     state = optimizer.state_dict()
     slim = state.get("hvd_slim")
     if isinstance(slim, dict) and "global_model" in slim:
-        # What belongs to one rank alone (its slice of a spread w̄, a round in flight) is left out: each rank takes its
-        # own slice from w̄, and what was sent is still pending.
-        state["hvd_slim"] = {**slim, "exchange": {}, "flight": None, "shared": True}
+        state["hvd_slim"] = shared_state(slim)
     return state
 
 

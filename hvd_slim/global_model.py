@@ -196,9 +196,10 @@ class OwnedSlice:
 
     def _cut(self, coordinates: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, slice]]:
         """(number of the part of w̄, where in it, which of the ascending coordinates)."""
-        bounds = torch.tensor([span[2] for span in self._spans], dtype=coordinates.dtype, device=coordinates.device)
+        # By the last coordinate of each: the ends themselves may not fit the dtype of the coordinates.
+        last = torch.tensor([span[2] - 1 for span in self._spans], device=coordinates.device).to(coordinates.dtype)
         begin = 0
-        ends = torch.searchsorted(coordinates, bounds).tolist()
+        ends = torch.searchsorted(coordinates, last, right=True).tolist()
         for number, ((_, first, _), end) in enumerate(zip(self._spans, ends)):
             yield number, (coordinates[begin:end] - first).to(self.flat[number].device), slice(begin, end)
             begin = end

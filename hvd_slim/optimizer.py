@@ -16,7 +16,7 @@ from hvd_slim.config import SlimConfig
 from hvd_slim.local_step import learning_rates, make_dense, must_skip, unscaled
 from hvd_slim.naming import NamedParameters, check_named_parameters, trainable_parameters
 from hvd_slim.stats import Stats
-from hvd_slim.synchronizer import Synchronizer, check_version, fresh_state
+from hvd_slim.synchronizer import Synchronizer, check_version, fresh_state, saved_global_parameters
 from hvd_slim.transport import agree_on_name, make_transport
 
 _STATE_KEY = "hvd_slim"
@@ -95,7 +95,9 @@ class SlimOptimizer:
         Args:
             model: its floating-point buffers are averaged, too: see ``hvd.average_buffers``.
         """
-        self._slim.synchronizer().resync()
+        synchronizer = self._slim.synchronizer()
+        synchronizer.before_step(trainable_parameters(self, self._slim.named))  # type: ignore[arg-type]
+        synchronizer.resync()
         if model is not None:
             average_buffers(model, self._slim.process_set)
 
@@ -107,9 +109,12 @@ class SlimOptimizer:
         round in flight is merged. ``step()`` inside it is an error. Before the first step the live parameters are left
         as they are.
         """
-        if self._slim.started is None:
+        if self._slim.started is not None:
+            return self._slim.started.global_parameters()
+        state = self._slim.state_dict()
+        if "global_model" not in state:
             return contextlib.nullcontext()
-        return self._slim.started.global_parameters()
+        return saved_global_parameters(state, trainable_parameters(self, self._slim.named))  # type: ignore[arg-type]
 
     def stats(self) -> dict[str, Any]:
         """Bytes sent and received, seconds spent, and what dense training would have sent. Not collective.

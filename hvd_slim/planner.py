@@ -2,7 +2,8 @@
 
 A round's time is that of its collectives, one after the other, and of the rank's own work. A collective takes what
 ``Link`` says; own work is counted in units that a machine measures once (``Network``). Rounds that choose a new
-core or resync are rarer and dearer; what is predicted is the mean over all rounds, long after the start.
+core or resync are rarer and dearer; what is predicted is the mean over all rounds, long after the start. What
+``overlap`` hides depends on the time of a training step, which nothing here knows: it changes no prediction.
 """
 
 from __future__ import annotations
@@ -145,11 +146,15 @@ def predict(
         ranks: K, at least 2.
         config: the settings; with ``exchange="auto"`` every path for its explorer is compared.
         network: what the machine can do.
-        dtype: of the parameters.
+        dtype: of the parameters, real: a complex parameter counts as two real ones.
 
     Raises:
-        ValueError: ``n`` or ``ranks`` is too small.
+        ValueError: ``n`` or ``ranks`` is too small or no whole number, or ``dtype`` not one of them.
     """
+    if not dtype.is_floating_point or dtype.itemsize < 2:
+        raise ValueError(f"dtype={dtype} is none of float16, bfloat16, float32 and float64; count real coordinates")
+    if any(isinstance(number, bool) or not isinstance(number, int) for number in (n, ranks)):
+        raise ValueError(f"n={n!r}, ranks={ranks!r}: give whole numbers")
     if n < 1 or ranks < 2:
         raise ValueError(f"n={n!r}, ranks={ranks!r}: a prediction needs at least one parameter and two ranks")
     model = _CostModel(n, ranks, config, network, dtype)

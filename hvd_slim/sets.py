@@ -5,7 +5,7 @@ How many bytes a set takes depends on its size alone, so receivers know it befor
     bitmap  one bit for each coordinate of the index space
     list    one number for each member
     split   (Elias–Fano) the low 8 or 16 bits of each member as they are; the high parts, which ascend, as a bitmap in
-            which the i-th set bit stands at (high part + i): two bits a member, whatever n, plus n/256 or n/65536 bits
+            which the i-th set bit stands at (high part + i): a bit a member, and n/256 or n/65536 bits
 """
 
 from __future__ import annotations

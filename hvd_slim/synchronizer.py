@@ -26,6 +26,8 @@ from hvd_slim.transport.base import Transport
 log = logging.getLogger("hvd_slim")
 
 _VERSION = 1
+#: settings that change no number: a round in flight may go on under others
+_WITHOUT_EFFECT = dict.fromkeys(("warn_after", "stall_limit", "checksum_every", "max_message_bytes", "on_nonfinite"))
 
 NamedParameters = Sequence[tuple[str, torch.Tensor]]
 
@@ -43,6 +45,40 @@ def fresh_state(config: SlimConfig) -> dict[str, Any]:
     return {"version": _VERSION, "config": config.to_dict(), "steps": 0, "rounds": 0, "selections": 0}
 
 
+def shared_state(state: dict[str, Any]) -> dict[str, Any]:
+    """What holds for all ranks of one rank's state.
+
+    What belongs to it alone (its slice of a spread w̄, a round in flight) is left out: each rank takes its own slice
+    from w̄, and what was sent is still pending.
+    """
+    return {**state, "exchange": {}, "flight": None, "shared": True}
+
+
+@contextlib.contextmanager
+def saved_global_parameters(state: dict[str, Any], trainable: NamedParameters) -> Iterator[None]:
+    """Inside the context ``trainable`` hold the w̄ of a checkpoint that no step has followed yet. Not collective.
+
+    Raises:
+        RuntimeError: w̄ was spread over the ranks.
+        ValueError: the checkpoint is of another model.
+    """
+    if state.get("path") == "alltoall" and not state.get("shared"):
+        raise RuntimeError(
+            "global_parameters() right after a checkpoint with exchange='alltoall' was loaded: w̄ lies spread over the "
+            "ranks; call resync() or step() on every rank first"
+        )
+    model = GlobalModel(Arena(trainable))
+    if [tuple(fact) for fact in state["layout"]] != model.arena.describe():
+        raise ValueError("the checkpoint's parameters are not this model's; build the model that was saved")
+    for tensor, saved in zip(model.tensors(), state["global_model"]):
+        tensor.copy_(saved)
+    model.swap_with_live()
+    try:
+        yield
+    finally:
+        model.swap_with_live()
+
+
 class Synchronizer:
     """Keeps K replicas of one model together. Call ``before_step`` and ``after_step`` around every local step.
 
@@ -58,6 +94,7 @@ class Synchronizer:
         self._named: tuple[tuple[str, torch.Tensor], ...] = ()
         self._core: torch.Tensor | None = None  # packed, as it was broadcast
         self._exchange: Exchange | None = None
+        self._begun = False  # whether slim rounds have told ranks of a spread w̄ different parts of it
         self._flight: Flight | None = None  # a round that is launched and not merged
         self._restored: dict[str, Any] | None = None
         self._path: str | None = None
@@ -89,12 +126,33 @@ class Synchronizer:
             new is old for (_, new), (_, old) in zip(trainable, self._named)
         )
         if self._exchange is not None:
-            if same and self._exchange.arena.refresh():
+            fits = self._exchange.arena.refresh()
+            if same and fits:
                 return
-            if not same:
+            if fits:
                 # What leaves the index space must leave it equal on all ranks.
                 self.resync()
+            elif self._flight is not None:
+                self._flight = None
+                log.warning(
+                    "rank %d: a parameter has another shape, dtype or device than at the last step; the round in "
+                    "flight is given up, what it sent is still pending", self.transport.rank,
+                )  # fmt: skip
         self._start(tuple(trainable))
+
+    def _follow_parameters(self, exchange: Exchange) -> None:
+        """Find the parameters' memory again, which may have been exchanged since the last look.
+
+        Raises:
+            RuntimeError: a parameter has another shape, dtype or device.
+        """
+        if not exchange.arena.refresh():
+            raise RuntimeError(
+                f"rank {self.transport.rank}: a parameter got another shape, dtype or device since step() began; "
+                f"change the model between two steps, on every rank"
+            )
+        if isinstance(exchange, SlimExchange):
+            exchange.follow_layout()
 
     def anywhere(self, flag: bool | None) -> bool:
         """Whether ``flag`` holds on any rank; without a vote if it is None, as it then is on all. Collective."""
@@ -113,6 +171,7 @@ class Synchronizer:
         self.stats.steps += 1
         if self._exchange is None:
             return
+        self._follow_parameters(self._exchange)
         size = self.transport.size
         self.stats.dense_bytes += 2 * (size - 1) / size * sum(flat.nbytes for flat in self._exchange.model.flat)
         self.land()
@@ -124,18 +183,20 @@ class Synchronizer:
         flight, self._flight = self._flight, None
         if flight is not None:
             assert self._exchange is not None
-            self._follow_layout(self._exchange)
+            self._follow_parameters(self._exchange)
             self._exchange.merge(flight)
 
     def _round(self) -> None:
         assert self._exchange is not None
         exchange, number = self._exchange, self.rounds
         self.transport.enter_round(number)
-        exchange.nonfinite = self.config.on_nonfinite == "raise" and not exchange.arena.is_finite()
+        exchange.nonfinite = self._is_nonfinite(exchange)
         if number < self.config.warmup_rounds and self.config.warmup == "dense":
             exchange.dense("dense", self.restore_norm)
         elif isinstance(exchange, SlimExchange):
             self._slim_round(exchange, number)
+        elif self._resync_is_due(number) and (self.config.overlap or not exchange.codec.exact):
+            self.resync()  # of other dense rounds, each is one
         else:
             self._launch(exchange, number)
         self.rounds += 1
@@ -155,13 +216,13 @@ class Synchronizer:
         """Re-selection and resync when they are due, else the slim exchange. A resync takes its place."""
         config = self.config
         reselect = self._core is None or number % config.reselect_every == 0
-        must_resync = reselect and self._core is not None and exchange.resync_at_reselection
+        must_resync = reselect and self._begun and exchange.resync_at_reselection
         if reselect:
             self._reselect(exchange)
-        if must_resync or (config.resync_every and (number + 1) % config.resync_every == 0):
+        self._begun = True
+        if must_resync or self._resync_is_due(number):
             self.resync()
         else:
-            self._follow_layout(exchange)
             exchange.set_explorer_count(config.explorer_count(exchange.arena.n, number))
             self._launch(exchange, number)
 
@@ -172,17 +233,19 @@ class Synchronizer:
         else:
             exchange.exchange(number)
 
+    def _resync_is_due(self, number: int) -> bool:
+        """Whether round ``number`` is the last of ``resync_every``."""
+        return self.config.resync_every > 0 and (number + 1) % self.config.resync_every == 0
+
+    def _is_nonfinite(self, exchange: Exchange) -> bool:
+        """Whether this rank's parameters hold a NaN or an infinity, and that is to be raised."""
+        return self.config.on_nonfinite == "raise" and not exchange.arena.is_finite()
+
     def _next_is_alike(self, number: int) -> bool:
         """Whether the round after ``number`` is a slim one, on the same core and with as many explorers."""
         config, after = self.config, number + 1
         reselects = after % config.reselect_every == 0
-        resyncs = config.resync_every > 0 and (after + 1) % config.resync_every == 0
-        return not reselects and not resyncs and number >= config.warmup_rounds
-
-    @staticmethod
-    def _follow_layout(exchange: Exchange) -> None:
-        if isinstance(exchange, SlimExchange):
-            exchange.follow_layout()
+        return not reselects and not self._resync_is_due(after) and number >= config.warmup_rounds
 
     # Parts of it ----------------------------------------------------------------------------------------------------
 
@@ -202,20 +265,33 @@ class Synchronizer:
         except LayoutError as error:
             problem = error
             layout = [("its parameters", str(error))]
+        misfit = "" if problem else self._misfit(layout)
+        facts.append(("whether the checkpoint is of this model", misfit or "yes"))
         require_equal(self.transport, facts, described, layout)
         if problem is not None:
             raise problem
+        if misfit:
+            raise ValueError(f"rank {self.transport.rank}: {misfit}")
 
         self._path = path = self._choose_path(arena)
         model = GlobalModel(arena)
-        restored, self._restored = self._restored, None
+        restored, self._restored = self._own_or_shared(self._restored), None
         same_run = restored is not None and self._restore_model(restored, model, path)
-        if not same_run or PATHS[path].replicated:
+        if restored is None or not same_run or restored.get("shared") or PATHS[path].replicated:
             self._make_equal(model)
         self._exchange = PATHS[path](model, self.transport, self.config, self.restore_norm)
         self._named, self._core = (trainable, None)  # an older core belongs to an index space that is gone
+        self._begun = False
         if restored is not None and same_run:
             self._restore_exchange(restored, self._exchange)
+
+    def _own_or_shared(self, state: dict[str, Any] | None) -> dict[str, Any] | None:
+        """The restored state; if not every rank has its own, only what holds for all ranks. Collective."""
+        writer = None if state is None else state.get("rank")
+        of_rank = self.transport.gather_texts(repr(writer))
+        if state is None or of_rank == [repr(rank) for rank in range(self.transport.size)]:
+            return state
+        return shared_state(state)
 
     def _choose_path(self, arena: Arena) -> str:
         """How rounds move. With "auto" the run so far goes on as it was; a new one measures first. Collective."""
@@ -256,9 +332,11 @@ class Synchronizer:
         self.stats.reselections += 1
 
     def resync(self) -> None:
-        """Exchange every pending update; all replicas are equal afterwards. Collective."""
+        """Exchange every pending update; all replicas are equal afterwards. Collective; after ``before_step``."""
         if self._exchange is not None:
             self.land()
+            self._follow_parameters(self._exchange)
+            self._exchange.nonfinite = self._is_nonfinite(self._exchange)
             self._exchange.dense("resync", restore_norm=False)
             self.stats.resyncs += 1
             self._compare_learning_rates()
@@ -309,8 +387,8 @@ class Synchronizer:
             if self._swapped:
                 raise RuntimeError("state_dict() inside global_parameters(): leave the context, then save")
             arena = self._exchange.arena
-            state["size"] = self.transport.size
-            state["path"] = self._path
+            state["size"], state["rank"] = self.transport.size, self.transport.rank
+            state["path"], state["begun"] = self._path, self._begun
             state["layout"] = arena.describe()
             state["global_model"] = [tensor.clone() for tensor in self._exchange.model.tensors()]
             state["core"] = None if self._core is None else self._core.clone()
@@ -336,13 +414,6 @@ class Synchronizer:
         """
         if "global_model" not in state:
             return False
-        here = model.arena.describe()
-        if [tuple(fact) for fact in state["layout"]] != here:
-            raise ValueError(
-                f"rank {self.transport.rank}: the checkpoint's parameters are not this model's "
-                f"({len(state['layout'])} in the checkpoint, {len(here)} here, or other names, shapes or dtypes); "
-                f"build the model that was saved"
-            )
         if state["config"] != self.config.to_dict():
             log.warning("the checkpoint was written with other hvd_slim options; this run's options are used")
         for tensor, saved in zip(model.tensors(), state["global_model"]):
@@ -355,14 +426,31 @@ class Synchronizer:
         )  # fmt: skip
         return False
 
+    def _misfit(self, layout: list[tuple[str, str]]) -> str:
+        """What a restored checkpoint has that this model has not, as text; "" for nothing."""
+        state = self._restored
+        if state is None or "global_model" not in state:
+            return ""
+        saved = [tuple(fact) for fact in state["layout"]]
+        if saved == layout:
+            return ""
+        pairs = zip(saved, layout)
+        first = next((f"{a[0]}: {a[1]} there, {b[0]}: {b[1]} here" for a, b in pairs if a != b), "the rest")
+        return (
+            f"the checkpoint's parameters are not this model's ({len(saved)} there, {len(layout)} here; first "
+            f"difference: {first}); build the model that was saved"
+        )
+
     def _restore_exchange(self, state: dict[str, Any], exchange: Exchange) -> None:
         exchange.load_state(state["exchange"])
+        self._begun = state["begun"] and not state.get("shared")
         same_core = state["config"]["core_fraction"] == self.config.core_fraction
         if isinstance(exchange, SlimExchange) and state["core"] is not None and same_core:
             self._core = state["core"].cpu().clone()
             exchange.set_core(sets.unpack_set(self._core, exchange.core_count, exchange.arena.n))
         flight = state.get("flight")
-        if flight is not None and state["config"] == self.config.to_dict():
+        saved, here = ({**config, **_WITHOUT_EFFECT} for config in (state["config"], self.config.to_dict()))
+        if flight is not None and saved == here:
             if isinstance(exchange, SlimExchange):
                 exchange.set_explorer_count(self.config.explorer_count(exchange.arena.n, flight["round_number"]))
             self._flight = exchange.resume_flight(flight)

@@ -32,9 +32,11 @@ class State:
 class OverlapOracle(PathOracle):
     """K replicas on any path, one round in flight."""
 
+    delayed = True
     launched: State | None = None  # as it was at the launch
     landed: State | None = None  # what the round would make of it at once
     announcing: State | None = None  # as it was when the next round's leader chose
+    under_way: Vector = np.arange(0)  # the explorers that had just been sent then
 
     def step(self, local_step: LocalStep) -> None:
         """One optimizer step on every rank; the round in flight is merged; a round after every p steps is launched."""
@@ -60,13 +62,15 @@ class OverlapOracle(PathOracle):
         """A round; a dense one of the warm-up and a resync are merged at once."""
         r, before = self.rounds, State.of(self)
         at_once = not self.is_slim(r) and not self.always_dense
-        at_once = at_once or (self.warmup == "dense" and r < self.warmup_rounds)
+        resync = self.resync_every > 0 and (r + 1) % self.resync_every == 0
+        at_once = at_once or resync or (self.warmup == "dense" and r < self.warmup_rounds)
         self.round(gradients)
         if not at_once:
             self.launched, self.landed = before, State.of(self)
             before.copy().to(self)
         alike = self.is_slim(r + 1) and (r + 1) % self.reselect_every != 0 and r >= self.warmup_rounds
         self.announcing = before if alike and not at_once else None
+        self.under_way = self.E[0] if self.E else np.arange(0)
 
     def is_slim(self, r: int) -> bool:
         """Whether round r is neither dense nor a resync."""
@@ -83,4 +87,5 @@ class OverlapOracle(PathOracle):
             return super().positions(k, outside)
         who, then = self.rounds % self.K, self.announcing
         magnitude = np.abs(then.w[who][outside] - then.base[who][outside])
+        magnitude[np.isin(outside, self.under_way)] = 0.0  # on its way already
         return np.sort(np.argsort(-magnitude, kind="stable")[: self.explorer_size])

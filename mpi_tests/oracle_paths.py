@@ -22,6 +22,8 @@ from oracle_values import decode, encode
 class PathOracle(Oracle):
     """K replicas on any path. Options as in ``Compression.slim``."""
 
+    delayed = False  # whether rounds are merged later than they are launched
+
     def __init__(
         self,
         initial: Sequence[Vector],
@@ -53,7 +55,11 @@ class PathOracle(Oracle):
         if self.rounds < self.warmup_rounds and self.warmup == "dense":
             self.exchange_everything("float32", self.restore_norm)
         elif self.always_dense:
-            self.exchange_everything(self.value_dtype, self.restore_norm)
+            resync = self.resync_every > 0 and (self.rounds + 1) % self.resync_every == 0
+            if resync and (self.delayed or self.value_dtype != "float32"):  # else the round is one
+                self.exchange_everything("float32", restore_norm=False)
+            else:
+                self.exchange_everything(self.value_dtype, self.restore_norm)
         else:
             due = not self.chose or self.rounds % self.reselect_every == 0
             new_core_of_a_spread_model = due and self.chose and self.exchange == "alltoall"

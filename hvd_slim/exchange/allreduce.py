@@ -48,13 +48,14 @@ class AllreduceExchange(SlimExchange):
         a round ahead."""
         model, mean, c = self.model, self._mean, self.core_count
         with self.stats.timed("pack"):
-            explored = self.coordinates_at(self._positions(round_number))
+            positions = self._positions(round_number)
+            explored = self.coordinates_at(positions)
             model.pending_update(self.core, mean.update[:c])
             model.pending_update(self.arena.locate(explored), mean.update[c:])
             flight = Flight(round_number, explored, pending_core=mean.update.clone() if overlap else None)
             mean.start(round_number, self.nonfinite)
             if draw_ahead and isinstance(self.explorer, LeaderExplorer) and self.explorer.count:
-                self._ahead = round_number + 1, self._announce(self.explorer, round_number + 1)
+                self._ahead = round_number + 1, self._announce(self.explorer, round_number + 1, positions)
         return flight
 
     def merge(self, flight: Flight) -> None:
@@ -88,11 +89,20 @@ class AllreduceExchange(SlimExchange):
         packed = announced.wait()
         return explorer.positions(packed, 0, explorer.count, round_number, explorer.leader(round_number))
 
-    def _announce(self, explorer: LeaderExplorer, round_number: int) -> Pending[torch.Tensor]:
-        """Launch the broadcast of the set that the leader of ``round_number`` chooses now. Collective."""
+    def _announce(
+        self, explorer: LeaderExplorer, round_number: int, under_way: torch.Tensor | None = None
+    ) -> Pending[torch.Tensor]:
+        """Launch the broadcast of the set that the leader of ``round_number`` chooses now. Collective.
+
+        Args:
+            under_way: positions whose pending updates have just been sent: there is nothing more to tell.
+        """
         leader = explorer.leader(round_number)
         if self.transport.rank == leader:
-            packed = explorer.pack(explorer.draw(round_number, leader, self.magnitude()), 0, explorer.count)
+            magnitude = self.magnitude()
+            if magnitude is not None and under_way is not None:
+                magnitude[under_way.long()] = 0.0
+            packed = explorer.pack(explorer.draw(round_number, leader, magnitude), 0, explorer.count)
         else:
             packed = torch.empty(explorer.index_nbytes(explorer.count), dtype=torch.uint8, device=self.arena.device)
         return self.transport.broadcast(packed, leader, "explorer")

@@ -99,8 +99,9 @@ class AlltoallExchange(SlimExchange):
 
     def _lengths_by_owner(self, coordinates: torch.Tensor) -> list[int]:
         """How many of the ascending ``coordinates`` each rank owns."""
-        bounds = torch.tensor(self._bounds, dtype=coordinates.dtype, device=coordinates.device)
-        return torch.searchsorted(coordinates, bounds).diff().tolist()
+        # By the last coordinate of each: the ends themselves may not fit the dtype of the coordinates.
+        last = torch.tensor([end - 1 for end in self._bounds], device=coordinates.device).to(coordinates.dtype)
+        return torch.searchsorted(coordinates, last, right=True).diff().tolist()
 
     def _pushes(
         self, pairs: PairFormat, draw: Draw, u: torch.Tensor, lengths: list[int], round_number: int

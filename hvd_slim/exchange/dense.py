@@ -22,7 +22,7 @@ class DenseExchange(Exchange):
         self._reduction = _reduction_of_everything(self, self.codec, "dense", self.restore_norm)
         with self.stats.timed("pack"):
             u = self.model.pending_update_everywhere(self._reduction.update)
-            flight = Flight(round_number, u[:0], pending_core=u.clone() if overlap else None)
+            flight = Flight(round_number, u.new_empty(0), pending_core=u.clone() if overlap else None)
             self._reduction.start(round_number, self.nonfinite)
         return flight
 

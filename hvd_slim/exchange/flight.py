@@ -36,19 +36,24 @@ class Flight:
     brought: Pending[Any] | None = None
 
     def state(self) -> dict[str, Any]:
-        """Plain values and tensors, once everything has arrived. Not collective."""
-        state = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        """Plain values and copies of tensors, once everything has arrived. Not collective."""
+        state = {field.name: _copy(getattr(self, field.name)) for field in dataclasses.fields(self)}
         if self.brought is not None:
-            state["brought"] = self.brought.arrive()
+            state["brought"] = _copy(self.brought.arrive())
         return state
 
     @classmethod
     def from_state(cls, state: dict[str, Any], device: torch.device) -> Flight:
         """The flight again, its messages there."""
-        values: dict[str, Any] = {
-            name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in state.items()
-        }
+        values = {name: _copy(value, device) for name, value in state.items()}
         brought = values.pop("brought")
-        if isinstance(brought, (tuple, list)):
-            brought = brought[0].to(device), brought[1]
         return cls(**values, brought=None if brought is None else Pending(lambda: brought))
+
+
+def _copy(value: Any, device: torch.device | None = None) -> Any:
+    """A value of a state with tensors of its own, on another device if one is given."""
+    if isinstance(value, torch.Tensor):
+        return value.to(value.device if device is None else device, copy=True)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_copy(item, device) for item in value)
+    return value

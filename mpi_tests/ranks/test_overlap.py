@@ -26,7 +26,7 @@ WAYS: list[dict[str, Any]] = [
     {"exchange": "allreduce", "explorer": "leader", "resync_every": 5},
     {"exchange": "allreduce", "explorer": "leader", "value_dtype": "float16", "warmup_rounds": 3, "warmup": "linear"},
     {"exchange": "dense"},
-    {"exchange": "dense", "value_dtype": "int8"},
+    {"exchange": "dense", "value_dtype": "int8", "resync_every": 4},
 ]
 COMMON = {"overlap": True, "comm_fraction": 0.3, "core_fraction": 0.1, "reselect_every": 4, "seed": 5}
 
