@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+NamedParameters = Sequence[tuple[str, torch.Tensor]]
+
 
 class LayoutError(ValueError):
     """A parameter cannot take part in the flat index space; the message says which and why."""
@@ -165,7 +167,7 @@ class Arena:
         LayoutError: a parameter cannot be trained in place, or is not of floating type.
     """
 
-    def __init__(self, named_parameters: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def __init__(self, named_parameters: NamedParameters) -> None:
         members: dict[tuple[torch.device, torch.dtype], list[tuple[str, torch.Tensor]]] = {}
         for name, parameter in named_parameters:
             if not (parameter.is_floating_point() or parameter.is_complex()):

@@ -24,8 +24,8 @@ from hvd_slim.broadcasting import (
     pickled_part,
 )
 from hvd_slim.buffers import average_buffers
+from hvd_slim.checkpoint import shared_state
 from hvd_slim.optimizer import SlimOptimizer
-from hvd_slim.synchronizer import shared_state
 from hvd_slim.transport.base import Transport
 
 __all__ = [

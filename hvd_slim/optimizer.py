@@ -12,11 +12,12 @@ import torch
 from hvd_slim import horovod_module, launchers
 from hvd_slim.adaptive import is_adaptive
 from hvd_slim.buffers import average_buffers
+from hvd_slim.checkpoint import check_version, fresh_state, saved_global_parameters
 from hvd_slim.config import SlimConfig
 from hvd_slim.local_step import learning_rates, make_dense, must_skip, unscaled
 from hvd_slim.naming import NamedParameters, check_named_parameters, trainable_parameters
 from hvd_slim.stats import Stats
-from hvd_slim.synchronizer import Synchronizer, check_version, fresh_state, saved_global_parameters
+from hvd_slim.synchronizer import Synchronizer
 from hvd_slim.transport import agree_on_name, make_transport
 
 _STATE_KEY = "hvd_slim"

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from hvd_slim import planner, probe, sets, significance
+from hvd_slim import checkpoint, planner, probe, sets, significance
 from hvd_slim.agreement import RankMismatchError, are_equal, require_equal
-from hvd_slim.arena import Arena, LayoutError, describe_parameter
+from hvd_slim.arena import Arena, LayoutError, NamedParameters, describe_parameter
 from hvd_slim.config import SlimConfig
 from hvd_slim.exchange import PATHS
 from hvd_slim.exchange.base import Exchange, SlimExchange
@@ -24,59 +24,6 @@ from hvd_slim.stats import Stats
 from hvd_slim.transport.base import Transport
 
 log = logging.getLogger("hvd_slim")
-
-_VERSION = 1
-#: settings that change no number: a round in flight may go on under others
-_WITHOUT_EFFECT = dict.fromkeys(("warn_after", "stall_limit", "checksum_every", "max_message_bytes", "on_nonfinite"))
-
-NamedParameters = Sequence[tuple[str, torch.Tensor]]
-
-
-def check_version(state: dict[str, Any]) -> None:
-    """Raise ValueError if ``state`` is not of this version."""
-    if state.get("version") != _VERSION:
-        raise ValueError(
-            f"hvd_slim state of version {state.get('version')!r} cannot be read; this is version {_VERSION}"
-        )
-
-
-def fresh_state(config: SlimConfig) -> dict[str, Any]:
-    """The state of a run that has not begun."""
-    return {"version": _VERSION, "config": config.to_dict(), "steps": 0, "rounds": 0, "selections": 0}
-
-
-def shared_state(state: dict[str, Any]) -> dict[str, Any]:
-    """What holds for all ranks of one rank's state.
-
-    What belongs to it alone (its slice of a spread w̄, a round in flight) is left out: each rank takes its own slice
-    from w̄, and what was sent is still pending.
-    """
-    return {**state, "exchange": {}, "flight": None, "shared": True}
-
-
-@contextlib.contextmanager
-def saved_global_parameters(state: dict[str, Any], trainable: NamedParameters) -> Iterator[None]:
-    """Inside the context ``trainable`` hold the w̄ of a checkpoint that no step has followed yet. Not collective.
-
-    Raises:
-        RuntimeError: w̄ was spread over the ranks.
-        ValueError: the checkpoint is of another model.
-    """
-    if state.get("path") == "alltoall" and not state.get("shared"):
-        raise RuntimeError(
-            "global_parameters() right after a checkpoint with exchange='alltoall' was loaded: w̄ lies spread over the "
-            "ranks; call resync() or step() on every rank first"
-        )
-    model = GlobalModel(Arena(trainable))
-    if [tuple(fact) for fact in state["layout"]] != model.arena.describe():
-        raise ValueError("the checkpoint's parameters are not this model's; build the model that was saved")
-    for tensor, saved in zip(model.tensors(), state["global_model"]):
-        tensor.copy_(saved)
-    model.swap_with_live()
-    try:
-        yield
-    finally:
-        model.swap_with_live()
 
 
 class Synchronizer:
@@ -265,7 +212,7 @@ class Synchronizer:
         except LayoutError as error:
             problem = error
             layout = [("its parameters", str(error))]
-        misfit = "" if problem else self._misfit(layout)
+        misfit = "" if problem else checkpoint.misfit(self._restored, layout)
         facts.append(("whether the checkpoint is of this model", misfit or "yes"))
         require_equal(self.transport, facts, described, layout)
         if problem is not None:
@@ -291,7 +238,7 @@ class Synchronizer:
         of_rank = self.transport.gather_texts(repr(writer))
         if state is None or of_rank == [repr(rank) for rank in range(self.transport.size)]:
             return state
-        return shared_state(state)
+        return checkpoint.shared_state(state)
 
     def _choose_path(self, arena: Arena) -> str:
         """How rounds move. With "auto" the run so far goes on as it was; a new one measures first. Collective."""
@@ -382,7 +329,7 @@ class Synchronizer:
         """
         if self._restored is not None:
             return dict(self._restored)
-        state: dict[str, Any] = {**fresh_state(self.config), **self._counters()}
+        state: dict[str, Any] = {**checkpoint.fresh_state(self.config), **self._counters()}
         if self._exchange is not None:
             if self._swapped:
                 raise RuntimeError("state_dict() inside global_parameters(): leave the context, then save")
@@ -399,7 +346,7 @@ class Synchronizer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a run where ``state_dict`` left it, from the next step on. Not collective."""
-        check_version(state)
+        checkpoint.check_version(state)
         self.steps, self.rounds, self.selections = (state["steps"], state["rounds"], state["selections"])
         self._restored, self._named, self._exchange, self._core = (dict(state), (), None, None)
         self._flight = None
@@ -426,21 +373,6 @@ class Synchronizer:
         )  # fmt: skip
         return False
 
-    def _misfit(self, layout: list[tuple[str, str]]) -> str:
-        """What a restored checkpoint has that this model has not, as text; "" for nothing."""
-        state = self._restored
-        if state is None or "global_model" not in state:
-            return ""
-        saved = [tuple(fact) for fact in state["layout"]]
-        if saved == layout:
-            return ""
-        pairs = zip(saved, layout)
-        first = next((f"{a[0]}: {a[1]} there, {b[0]}: {b[1]} here" for a, b in pairs if a != b), "the rest")
-        return (
-            f"the checkpoint's parameters are not this model's ({len(saved)} there, {len(layout)} here; first "
-            f"difference: {first}); build the model that was saved"
-        )
-
     def _restore_exchange(self, state: dict[str, Any], exchange: Exchange) -> None:
         exchange.load_state(state["exchange"])
         self._begun = state["begun"] and not state.get("shared")
@@ -449,8 +381,7 @@ class Synchronizer:
             self._core = state["core"].cpu().clone()
             exchange.set_core(sets.unpack_set(self._core, exchange.core_count, exchange.arena.n))
         flight = state.get("flight")
-        saved, here = ({**config, **_WITHOUT_EFFECT} for config in (state["config"], self.config.to_dict()))
-        if flight is not None and saved == here:
+        if flight is not None and checkpoint.gives_the_same_numbers(state["config"], self.config):
             if isinstance(exchange, SlimExchange):
                 exchange.set_explorer_count(self.config.explorer_count(exchange.arena.n, flight["round_number"]))
             self._flight = exchange.resume_flight(flight)
