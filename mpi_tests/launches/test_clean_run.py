@@ -35,9 +35,10 @@ def test_autotuner_and_timeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("HOROVOD_TIMELINE", str(timeline))
     monkeypatch.setenv("HOROVOD_TIMELINE_MARK_CYCLES", "1")
     monkeypatch.setenv("QUIET_RANKS", str(tmp_path))
-    files = [str(tests / f"test_{name}.py") for name in ("soak", "limits", "checkpoint", "resume")]
+    files = [str(tests / f"test_{name}.py") for name in ("limits", "checkpoint")]
     quiet = ["sh", str(HERE.parent / "quiet_ranks.sh"), sys.executable, "-m", "pytest", "-q", "-x", *files]
-    finished = launch(["mpirun", "-np", str(RANKS), *quiet], LIMIT)
+    # The autotuner tries long cycles, too: each operation then waits for up to a tenth of a second.
+    finished = launch(["mpirun", "--mca", "mpi_yield_when_idle", "1", "-np", str(RANKS), *quiet], 2 * LIMIT)
     assert finished.status == 0, finished.output
     written = timeline.read_text()
     for phase in ("core", "explorer", "select", "resync"):
