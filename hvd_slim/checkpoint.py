@@ -34,7 +34,7 @@ def shared_state(state: dict[str, Any]) -> dict[str, Any]:
     What belongs to it alone (its slice of a spread w̄, a round in flight) is left out: each rank takes its own slice
     from w̄, and what was sent is still pending.
     """
-    return {**state, "exchange": {}, "flight": None, "shared": True}
+    return {**state, "exchange": {}, "flight": None, "announced": {}, "shared": True}
 
 
 @contextlib.contextmanager

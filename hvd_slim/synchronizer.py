@@ -121,17 +121,20 @@ class Synchronizer:
         self._follow_parameters(self._exchange)
         size = self.transport.size
         self.stats.dense_bytes += 2 * (size - 1) / size * sum(flat.nbytes for flat in self._exchange.model.flat)
-        self.land()
+        self._merge(self._exchange)
         if self.steps % self.config.local_steps == 0:
             self._round()
 
     def land(self) -> None:
         """Merge the round in flight. Collective where ``Exchange.merge`` is."""
+        if self._exchange is not None and self._flight is not None:
+            self._follow_parameters(self._exchange)
+            self._merge(self._exchange)
+
+    def _merge(self, exchange: Exchange) -> None:
         flight, self._flight = self._flight, None
         if flight is not None:
-            assert self._exchange is not None
-            self._follow_parameters(self._exchange)
-            self._exchange.merge(flight)
+            exchange.merge(flight)
 
     def _round(self) -> None:
         assert self._exchange is not None
@@ -281,8 +284,8 @@ class Synchronizer:
     def resync(self) -> None:
         """Exchange every pending update; all replicas are equal afterwards. Collective; after ``before_step``."""
         if self._exchange is not None:
-            self.land()
             self._follow_parameters(self._exchange)
+            self._merge(self._exchange)
             self._exchange.nonfinite = self._is_nonfinite(self._exchange)
             self._exchange.dense("resync", restore_norm=False)
             self.stats.resyncs += 1
@@ -342,6 +345,7 @@ class Synchronizer:
             state["exchange"] = self._exchange.state()
             flight = self._flight if keep_flight else None
             state["flight"] = None if flight is None else self._exchange.flight_state(flight)
+            state["announced"] = self._exchange.announced() if keep_flight else {}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -380,8 +384,11 @@ class Synchronizer:
         if isinstance(exchange, SlimExchange) and state["core"] is not None and same_core:
             self._core = state["core"].cpu().clone()
             exchange.set_core(sets.unpack_set(self._core, exchange.core_count, exchange.arena.n))
-        flight = state.get("flight")
-        if flight is not None and checkpoint.gives_the_same_numbers(state["config"], self.config):
+        if not checkpoint.gives_the_same_numbers(state["config"], self.config):
+            return
+        exchange.resume_announced(state["announced"])
+        flight = state["flight"]
+        if flight is not None:
             if isinstance(exchange, SlimExchange):
                 exchange.set_explorer_count(self.config.explorer_count(exchange.arena.n, flight["round_number"]))
             self._flight = exchange.resume_flight(flight)

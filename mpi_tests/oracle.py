@@ -73,6 +73,10 @@ class Oracle:
             self.w[k], gradient = local_step(k, self.w[k])
             gradients.append(gradient)
         self.steps += 1
+        self.after_local_steps(gradients)
+
+    def after_local_steps(self, gradients: Sequence[Vector]) -> None:
+        """A round, when it is due."""
         if self.K > 1 and self.steps % self.local_steps == 0:
             self.round(gradients)
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
-from oracle import LocalStep, Vector
+from oracle import Vector
 from oracle_paths import PathOracle
 
 
@@ -38,13 +38,8 @@ class OverlapOracle(PathOracle):
     announcing: State | None = None  # as it was when the next round's leader chose
     under_way: Vector = np.arange(0)  # the explorers that had just been sent then
 
-    def step(self, local_step: LocalStep) -> None:
-        """One optimizer step on every rank; the round in flight is merged; a round after every p steps is launched."""
-        gradients = []
-        for k in range(self.K):
-            self.w[k], gradient = local_step(k, self.w[k])
-            gradients.append(gradient)
-        self.steps += 1
+    def after_local_steps(self, gradients: Sequence[Vector]) -> None:
+        """The round in flight is merged; one that is due is launched."""
         self.merge()
         if self.K > 1 and self.steps % self.local_steps == 0:
             self.launch(gradients)

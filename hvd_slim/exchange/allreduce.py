@@ -116,20 +116,16 @@ class AllreduceExchange(SlimExchange):
         """The mean of core and explorers."""
         return self._mean
 
-    def flight_state(self, flight: Flight) -> dict[str, Any]:
-        """A flight for a checkpoint, and the set announced for the next round. Not collective."""
+    def announced(self) -> dict[str, Any]:
+        """The set announced for the next round, for a checkpoint. Not collective; waits for it."""
         number, announced = self._ahead
-        ahead = None if announced is None else (number, announced.arrive().clone())
-        return {**super().flight_state(flight), "ahead": ahead}
+        return {} if announced is None else {"round_number": number, "packed": announced.arrive().clone()}
 
-    def resume_flight(self, state: dict[str, Any]) -> Flight:
-        """Take up what ``flight_state`` gave. Not collective."""
-        state = dict(state)
-        ahead = state.pop("ahead")
-        if ahead is not None:
-            packed = ahead[1].to(self.arena.device)
-            self._ahead = ahead[0], Pending(lambda: packed)
-        return super().resume_flight(state)
+    def resume_announced(self, state: dict[str, Any]) -> None:
+        """Take up what ``announced`` gave. Not collective."""
+        if state:
+            packed = state["packed"].to(self.arena.device, copy=True)
+            self._ahead = state["round_number"], Pending(lambda: packed)
 
     def dense(self, phase: str, restore_norm: bool) -> None:
         """Every pending update at full width. Collective."""

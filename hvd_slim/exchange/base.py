@@ -60,6 +60,13 @@ class Exchange(abc.ABC):
         """Take in what a round has brought. Collective; on the allgather, allreduce and dense paths with full-width
         values it only waits for what was launched."""
 
+    def announced(self) -> dict[str, Any]:
+        """What ranks have told each other of the next round already, for a checkpoint. Not collective."""
+        return {}
+
+    def resume_announced(self, state: dict[str, Any]) -> None:  # noqa: B027
+        """Take up what ``announced`` gave. Not collective."""
+
     @abc.abstractmethod
     def in_flight(self) -> MeanReduction:
         """The reduction that a flight waits for."""

@@ -70,12 +70,15 @@ def test_a_round_is_the_oracles_one_step_late(options: dict[str, Any], transport
     optimizer._slim.renew()
 
 
-def run(options: dict[str, Any], save_at: int | None = None) -> tuple[Named, Any]:
-    """Parameters and optimizer after 14 steps; with ``save_at`` they are saved then, and others go on from there."""
+def run(options: dict[str, Any], save_at: int | None = None, land_at: int | None = None) -> tuple[Named, Any]:
+    """Parameters and optimizer after 14 steps; with ``save_at`` they are saved then, and others go on from there; with
+    ``land_at`` the round in flight is merged before."""
     case = Case("overlap", 12, {}, most=200)
     named = case.parameters()
     optimizer = slim(named, torch.optim.SGD(named.values(), lr=0.1, momentum=0.9), **{**COMMON, **options})
     for step in range(STEPS):
+        if step == land_at:
+            optimizer.synchronize()
         if step == save_at:
             file = io.BytesIO()
             torch.save([{name: p.detach() for name, p in named.items()}, optimizer.state_dict()], file)
@@ -100,6 +103,18 @@ def test_resumed_in_flight_to_the_same_bits(options: dict[str, Any]) -> None:
             assert torch.equal(parameter, resumed[name]), (save_at, name)
         other._slim.renew()
     optimizer._slim.renew()
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
+def test_resumed_after_landing_to_the_same_bits(options: dict[str, Any]) -> None:
+    """Saved after an evaluation, say: then nothing is in flight, but a leader may have chosen already."""
+    for step in (3, 6, 7):
+        whole, optimizer = run(options, land_at=step)
+        resumed, other = run(options, save_at=step, land_at=step)
+        for name, parameter in whole.items():
+            assert torch.equal(parameter, resumed[name]), (step, name)
+        for each in (optimizer, other):
+            each._slim.renew()
 
 
 @pytest.mark.parametrize("options", WAYS, ids=str)
