@@ -28,8 +28,10 @@ EXPIRED = 124
 LEFT_RUNNING = 125
 
 _PR_SET_CHILD_SUBREAPER = 36
-_SECONDS_TO_PRINT = 1.0  # for one rank's stacks to come through the job's own pipes
-_SECONDS_TO_END = 5.0  # for processes that were asked to end, or whose job has ended
+GRACE = 20.0  # seconds for processes that were asked to end, or whose job has ended; on a busy machine
+
+_SECONDS_TO_PRINT = 2.0  # for one rank's stacks to come through the job's own pipes
+_SECONDS_TO_TAKE = 10.0  # for one rank to take a signal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,18 +43,38 @@ class Finished:
     seconds: float
 
 
-def launch(command: Sequence[str], limit: float) -> Finished:
+#: beginnings of names: what tells a process that it is part of a job, and what changes how Horovod or Python behave
+_OTHERS_SETTINGS = ("OMPI_COMM", "PMI", "SLURM_", "HOROVOD_", "PYTHONWARNINGS", "PYTHONUNBUFFERED", "PYTEST_ADDOPTS")
+
+
+def forget_settings() -> None:
+    """Hand nothing of the job or shell that this process runs in to the jobs and commands that it starts."""
+    for name in list(os.environ):
+        if name.startswith(_OTHERS_SETTINGS):
+            del os.environ[name]
+
+
+def apart(command: Sequence[str], folder: str | os.PathLike[str]) -> list[str]:
+    """``command`` for the ranks of a job, with all that rank k prints in the file ``folder``/k.
+
+    A launcher may put what one rank prints in the middle of another's line.
+    """
+    script = 'folder="$1"; shift; exec "$@" >"$folder/${OMPI_COMM_WORLD_RANK:-$HOROVOD_RANK}" 2>&1'
+    return ["sh", "-c", script, "sh", str(folder), *command]
+
+
+def launch(command: Sequence[str], limit: float, grace: float = GRACE) -> Finished:
     """Run ``command`` under ``limit`` seconds by a launcher of its own, and keep its output."""
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         begin = time.monotonic()
-        launcher = [sys.executable, os.path.abspath(__file__), "--limit", str(limit), "--"]
+        launcher = [sys.executable, os.path.abspath(__file__), "--limit", str(limit), "--grace", str(grace), "--"]
         done = subprocess.run([*launcher, *command], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
         seconds = time.monotonic() - begin
         output.seek(0)
         return Finished(done.returncode, output.read(), seconds)
 
 
-def supervise(command: Sequence[str], limit: float) -> int:
+def supervise(command: Sequence[str], limit: float, grace: float = GRACE) -> int:
     """Run ``command`` in a session of its own, its output going where ours goes; the exit status as above."""
     # Orphans become children of this process, so that whatever the command starts can be found and ended.
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
@@ -62,7 +84,7 @@ def supervise(command: Sequence[str], limit: float) -> int:
         job = subprocess.Popen(command, env=_environment(scratch), stdin=subprocess.DEVNULL, start_new_session=True)
         try:
             status = job.wait(limit)
-            left = _wait_for_end(job)
+            left = _wait_for_end(job, grace)
             for process in left:
                 _say(f"still running after the command had ended: {_describe(process)}")
             return LEFT_RUNNING if left else status if status >= 0 else 128 - status
@@ -71,16 +93,25 @@ def supervise(command: Sequence[str], limit: float) -> int:
             _print_stacks(job)
             return EXPIRED
         finally:
-            _end_all(job)
+            _end_all(job, grace)
 
 
 def _environment(scratch: str) -> dict[str, str]:
     """One thread a rank, ranks that wait give way, and temporary files (Open MPI's too) in ``scratch``."""
     environment = {**os.environ, "TMPDIR": scratch, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    # Without a buffer Python prints a line in pieces, between which other ranks' may come.
+    environment.pop("PYTHONUNBUFFERED", None)
     environment |= {"OMPI_MCA_mpi_yield_when_idle": "1", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
     if os.geteuid() == 0:
         environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return environment
+
+
+def has_signal(signals: str, pid: int, number: signal.Signals) -> bool:
+    """Whether the process has the signal among its ``SigCgt``, for which it has a handler, or ``ShdPnd``, to come."""
+    with open(f"/proc/{pid}/status") as lines:
+        mask = next(line for line in lines if line.startswith(f"{signals}:")).split()[1]
+    return bool(int(mask, 16) >> (number - 1) & 1)
 
 
 def _descendants(job: subprocess.Popen[bytes]) -> list[psutil.Process]:
@@ -96,38 +127,36 @@ def _descendants(job: subprocess.Popen[bytes]) -> list[psutil.Process]:
     return running
 
 
-def _wait_for_end(job: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """What still runs after a grace of a few seconds."""
-    deadline = time.monotonic() + _SECONDS_TO_END
+def _wait_for_end(job: subprocess.Popen[bytes], grace: float) -> list[psutil.Process]:
+    """What still runs after ``grace`` seconds."""
+    deadline = time.monotonic() + grace
     while (running := _descendants(job)) and time.monotonic() < deadline:
         time.sleep(0.05)
     return running
 
 
-def _end_all(job: subprocess.Popen[bytes]) -> None:
+def _end_all(job: subprocess.Popen[bytes], grace: float) -> None:
     """Ask every descendant to end, then make it."""
     for stop in (psutil.Process.terminate, psutil.Process.kill):
         for process in _descendants(job):
             with contextlib.suppress(psutil.NoSuchProcess):
                 stop(process)
-        _wait_for_end(job)
+        _wait_for_end(job, grace)
 
 
 def _print_stacks(job: subprocess.Popen[bytes]) -> None:
     for process in _descendants(job):
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied, FileNotFoundError):
             # The launchers pass SIGUSR1 on to every rank, and it ends a process that does not expect it.
-            if os.path.basename(process.exe()).startswith("python") and _catches(process.pid, signal.SIGUSR1):
+            if os.path.basename(process.exe()).startswith("python") and has_signal(
+                "SigCgt", process.pid, signal.SIGUSR1
+            ):
                 _say(f"stacks of {_describe(process)}")
                 process.send_signal(signal.SIGUSR1)
+                deadline = time.monotonic() + _SECONDS_TO_TAKE
+                while has_signal("ShdPnd", process.pid, signal.SIGUSR1) and time.monotonic() < deadline:
+                    time.sleep(0.05)
                 time.sleep(_SECONDS_TO_PRINT)
-
-
-def _catches(pid: int, number: signal.Signals) -> bool:
-    """Whether the process has a handler of its own for the signal."""
-    with open(f"/proc/{pid}/status") as lines:
-        caught = next(line for line in lines if line.startswith("SigCgt:"))
-    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
 
 
 def _describe(process: psutil.Process) -> str:
@@ -151,12 +180,13 @@ def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit", type=float, required=True, help="seconds that the command may take")
+    parser.add_argument("--grace", type=float, default=GRACE, help="seconds that what it started may outlive it")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="after --")
     arguments = parser.parse_args()
     command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if not command:
         parser.error("no command given; put it after --")
-    return supervise(command, arguments.limit)
+    return supervise(command, arguments.limit, arguments.grace)
 
 
 if __name__ == "__main__":

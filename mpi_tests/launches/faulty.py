@@ -25,9 +25,13 @@ import torch
 from torch.nn import Parameter
 
 import hvd_slim as hvd
+from hvd_slim.transport import noticeboards
 
 STEPS, FAULTY_STEP, FAULTY_RANK = 10, 6, 1
-WARN_AFTER, STALL_LIMIT, SECONDS_STOPPED = 2.0, 8.0, 3.5
+#: (warn_after, stall_limit) in seconds; where nobody is to lose patience they are out of a busy machine's reach
+LIMITS = {"several": (60.0, 100.0), "stopped": (4.0, 60.0)}
+OTHER_LIMITS = 3.0, 8.0
+SECONDS_TO_HEAR = 10.0  # for last words, which a busy machine may take long to deliver
 
 Named = dict[str, Parameter]
 
@@ -45,9 +49,10 @@ def make_model() -> Named:
     return {name: Parameter(torch.randn(shape, generator=generator)) for name, shape in shapes.items()}
 
 
-def wrap(named: Named, transport: str, lr: float = 0.05, **options: Any) -> Any:
-    """A slim optimizer that soon loses patience."""
-    limits = {"warn_after": WARN_AFTER, "stall_limit": STALL_LIMIT, "transport": transport, "exchange": "allgather"}
+def wrap(named: Named, fault: str, transport: str, lr: float = 0.05, **options: Any) -> Any:
+    """A slim optimizer whose patience fits the fault."""
+    warn_after, stall_limit = LIMITS.get(fault, OTHER_LIMITS)
+    limits = {"warn_after": warn_after, "stall_limit": stall_limit, "transport": transport, "exchange": "allgather"}
     return hvd.DistributedOptimizer(
         torch.optim.SGD(named.values(), lr=lr, momentum=0.9),
         named_parameters=named.items(),
@@ -67,14 +72,14 @@ def step(named: Named, optimizer: Any, number: int, spoil: Callable[[Named], Non
 # Faults that end the job, or hold it up -------------------------------------------------------------------------------
 
 
-def train(fault: str, transport: str) -> None:
+def train(fault: str, folder: Path, transport: str) -> None:
     """Ten steps, of which the faulty rank does the seventh in its own way; then the ranks' means of a loss."""
     named = make_model()
-    optimizer = wrap(named, transport)
+    optimizer = wrap(named, fault, transport)
     for number in range(STEPS):
         if number == FAULTY_STEP and hvd.rank() == FAULTY_RANK:
             say(f"does it at {time.time()}")
-            commit(fault, optimizer)
+            commit(fault, folder, optimizer)
             if fault == "skipped-step":
                 continue
         step(named, optimizer, number)
@@ -91,7 +96,7 @@ def train(fault: str, transport: str) -> None:
     say(f"done: round {optimizer.state_dict()['hvd_slim']['rounds']}, sum {total!r}")
 
 
-def commit(fault: str, optimizer: Any) -> None:
+def commit(fault: str, folder: Path, optimizer: Any) -> None:
     """What the faulty rank does before its step."""
     if fault == "exception":
         raise RuntimeError("this rank has had enough")
@@ -101,8 +106,11 @@ def commit(fault: str, optimizer: Any) -> None:
     if fault == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "stopped":
-        waker = f"sleep {SECONDS_STOPPED}; kill -CONT {os.getpid()}"
-        subprocess.Popen(["sh", "-c", waker], start_new_session=True)
+        # Until all others have warned.
+        others = [str(folder / str(rank)) for rank in range(hvd.size()) if rank != hvd.rank()]
+        warned = 'for file; do until grep -q "waiting for" "$file"; do sleep 0.1; done; done'
+        waker = ["sh", "-c", f"{warned}; kill -CONT {os.getpid()}", "sh", *others]
+        subprocess.Popen(waker, start_new_session=True)
         os.kill(os.getpid(), signal.SIGSTOP)
     if fault == "early-end":
         hvd.shutdown()
@@ -171,24 +179,24 @@ def try_several(transport: str) -> None:
     for row, change in MODELS.items():
         named = change(make_model()) if faulty else make_model()
         with heard(row):
-            step(named, wrap(named, transport), 0)
+            step(named, wrap(named, "several", transport), 0)
     for row, options in OPTIONS.items():
         named = make_model()
         with heard(row):
-            step(named, wrap(named, transport, **(options if faulty else {})), 0)
+            step(named, wrap(named, "several", transport, **(options if faulty else {})), 0)
     named = make_model()
-    optimizer = wrap(named, transport, lr=0.01 if faulty else 0.05)
+    optimizer = wrap(named, "several", transport, lr=0.01 if faulty else 0.05)
     step(named, optimizer, 0)
     with heard("learning rate"):
         optimizer.resync()
     for row, value in (("NaN", math.nan), ("Inf", math.inf)):
         named = make_model()
-        optimizer = wrap(named, transport)
+        optimizer = wrap(named, "several", transport)
         step(named, optimizer, 0)
         with heard(row):
             step(named, optimizer, 1, put(value) if faulty else lambda named: None)
     named = make_model()
-    optimizer = wrap(named, transport)
+    optimizer = wrap(named, "several", transport)
     with heard("missing gradient"):
         for number in range(3):
             step(named, optimizer, number, drop if faulty else lambda named: None)
@@ -220,10 +228,11 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         os.dup2(output, stream.fileno())
     warm_up()
+    noticeboards._SECONDS_TO_HEAR = SECONDS_TO_HEAR
     if arguments.fault == "several":
         try_several(arguments.transport)
     else:
-        train(arguments.fault, arguments.transport)
+        train(arguments.fault, arguments.folder, arguments.transport)
 
 
 if __name__ == "__main__":

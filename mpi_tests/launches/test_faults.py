@@ -27,7 +27,7 @@ FAULTY = os.path.join(os.path.dirname(__file__), "faulty.py")
 RANKS = 3
 LIMIT = 120.0  # seconds for a whole job, on a busy machine
 STALL_LIMIT = 8.0  # seconds, as in faulty.py
-SECONDS_TO_END = 12.0  # of a job, after the last rank was told; five are left to what is in flight
+SECONDS_TO_END = 40.0  # of a job, after the last rank was told, on a busy machine; Horovod says that it stalls after 60
 
 MPI = ("mpirun", "-np", str(RANKS))
 GLOO = ("horovodrun", "--disable-cache", "--gloo", "-np", str(RANKS))
@@ -179,7 +179,7 @@ ROWS: list[tuple[str, str | None]] = [
     ("Inf", r"NonFiniteError: .*rank 1 has a NaN or an infinity"),
     ("missing gradient", None),
 ]
-SECONDS_TO_BE_TOLD = 8.0  # on a busy machine
+SECONDS_TO_BE_TOLD = 40.0  # on a busy machine
 
 
 def of_row(row: str, how: str) -> list[tuple[float, str]]:

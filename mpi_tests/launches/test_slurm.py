@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -12,8 +14,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
-from launcher import launch
+from launcher import has_signal, launch
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts" / "slurm"
@@ -155,6 +158,31 @@ def sums(output: str) -> str:
     return found[0].strip()
 
 
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Stops the ranks that train in ``folder`` for the time of the block, and until one of them has been signalled.
+
+    SLURM takes its time, and the training might come to its end before.
+    """
+    training = []
+    for process in psutil.process_iter(["cmdline"]):
+        command = process.info["cmdline"] or []
+        if command[1:2] == [PREEMPTIBLE] and str(folder) in command:
+            training.append(process)
+    assert len(training) == 2
+    for process in training:
+        process.suspend()
+    try:
+        yield
+        deadline = time.monotonic() + LIMIT
+        while not any(has_signal("ShdPnd", process.pid, signal.SIGUSR1) for process in training):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    finally:
+        for process in training:
+            process.resume()
+
+
 @pytest.mark.skipif(
     not Path(default_folder(), "train-images-idx3-ubyte.gz").exists(), reason="Fashion-MNIST is not on this machine"
 )
@@ -163,11 +191,13 @@ def test_a_preempted_job_resumes_to_the_same_bits(script: str, slurm: dict[str, 
     """Under srun a job of a higher partition takes the nodes; the others are told as before a time limit."""
     job = Job(slurm, tmp_path, "--ntasks=2", str(SCRIPTS / f"{script}.sbatch"), *training(tmp_path / "checkpoints"))
     job.wait_for("training: process")
+    with held(tmp_path / "checkpoints"):
+        if script == "srun":
+            urgent = Job(slurm, tmp_path, "--partition=urgent", "--nodes=2", "--exclusive", "--wrap=sleep 1")
+        else:
+            job.signal()
     if script == "srun":
-        urgent = Job(slurm, tmp_path, "--partition=urgent", "--nodes=2", "--exclusive", "--wrap=sleep 1")
         assert urgent.ended() == ("COMPLETED", 0)
-    else:
-        job.signal()
     assert job.ended() == ("COMPLETED", 0), job.output
     assert job.facts()["Restarts"] == "1"
     assert "asked to stop" in job.output

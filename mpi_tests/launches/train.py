@@ -18,7 +18,8 @@ LAST_STEP = 12
 
 def come_to_a_bad_end(how: str) -> None:
     """End this rank, after saying when."""
-    print(f"bad end at {time.time()}", flush=True)
+    sys.stdout.write(f"bad end at {time.time()}\n")  # in one piece
+    sys.stdout.flush()
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     raise RuntimeError("this rank has had enough")

@@ -5,6 +5,9 @@ from __future__ import annotations
 import hypothesis
 import pytest
 import torch
+from launcher import forget_settings
+
+forget_settings()
 
 # Reproducible runs that leave no file behind. Deadlines would only measure how busy the machine is.
 hypothesis.settings.register_profile(

@@ -17,10 +17,14 @@ _SECONDS = 120  # a rank that waits longer waits in vain
 
 
 class Meeting:
-    """Where K threads hand each other what they bring: ``exchange`` gives everybody the list of all."""
+    """Where K threads hand each other what they bring: ``exchange`` gives everybody the list of all.
+
+    Between two exchanges the threads run one at a time: many that want Python's lock spend their time on it.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.turn = threading.Lock()  # held by the thread that runs
         self._barrier = threading.Barrier(size)
         self._brought: list[list[Any]] = [[None] * size for _ in range(2)]
         self._turns = [0] * size
@@ -30,7 +34,11 @@ class Meeting:
         table = self._brought[self._turns[rank] % 2]
         self._turns[rank] += 1
         table[rank] = item
-        self._barrier.wait(_SECONDS)
+        self.turn.release()
+        try:
+            self._barrier.wait(_SECONDS)
+        finally:
+            self.turn.acquire()
         return list(table)
 
     def abandon(self) -> None:
@@ -87,7 +95,8 @@ def on_all_ranks(size: int, action: Callable[[SimulatedTransport], Result], limi
 
     def run(rank: int) -> None:
         try:
-            results[rank] = action(SimulatedTransport(meeting, rank, limit))
+            with meeting.turn:
+                results[rank] = action(SimulatedTransport(meeting, rank, limit))
         except BaseException as error:  # noqa: BLE001  (raised again in the thread that asked)
             errors.append(error)
             meeting.abandon()

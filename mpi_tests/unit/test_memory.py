@@ -85,7 +85,8 @@ class Case:
 
         def run(transport: SimulatedTransport) -> None:
             try:
-                self.run(transport, *self.model(transport.rank))
+                with meeting.turn:
+                    self.run(transport, *self.model(transport.rank))
             except BaseException as error:  # noqa: BLE001  (raised again below)
                 errors.append(error)
                 meeting.abandon()
