@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from hvd_slim import launchers
+
 log = logging.getLogger("hvd_slim")
 
 _SCALE = 64.0
@@ -24,10 +26,11 @@ def is_adaptive(optimizer_class: type[torch.optim.Optimizer], defaults: dict[str
     try:
         once, more = (_ten_steps(optimizer_class, defaults, 1.0), _ten_steps(optimizer_class, defaults, _SCALE))
     except Exception as error:  # noqa: BLE001  (a stranger's constructor or step may raise anything)
-        log.warning(
-            "cannot tell whether %s is adaptive (%s: %s); restore_norm is off, set it if the optimizer rescales "
-            "its gradient", optimizer_class.__name__, type(error).__name__, error,
-        )  # fmt: skip
+        if launchers.detect().rank == 0:  # all ranks find the same
+            log.warning(
+                "cannot tell whether %s is adaptive (%s: %s); restore_norm is off, set it if the optimizer rescales "
+                "its gradient", optimizer_class.__name__, type(error).__name__, error,
+            )  # fmt: skip
         return False
     return not torch.allclose(more, once * _SCALE, rtol=1e-2, atol=0.0)
 

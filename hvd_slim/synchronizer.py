@@ -47,7 +47,7 @@ class Synchronizer:
         self._path: str | None = None
         self._swapped = False
         self._learning_rates: list[float] = []
-        if self.alone:
+        if self.alone and transport.speaks:
             log.info("one rank: nothing is exchanged, training runs as without hvd_slim")
 
     @property
@@ -251,7 +251,7 @@ class Synchronizer:
         if self._path in allowed:
             return self._path
         path, why = probe.choose_path(self.transport, arena, self.config)
-        if self.transport.rank == 0:
+        if self.transport.speaks:
             log.info("%s", why)
         return path
 
@@ -259,9 +259,8 @@ class Synchronizer:
         """Broadcast rank 0's w̄ if the ranks' differ. Collective."""
         if are_equal(self.transport, model.tensors()):
             return
-        log.warning(
-            "rank %d: the ranks start from different parameters; rank 0's are broadcast to all", self.transport.rank
-        )
+        if self.transport.speaks:
+            log.warning("the ranks start from different parameters; rank 0's are broadcast to all")
         for tensor in model.tensors():
             self.transport.broadcast(tensor.view(torch.uint8), 0, "start").wait()
         model.settle_everywhere()
@@ -295,7 +294,7 @@ class Synchronizer:
         """Say which ranks step with another learning rate than rank 0. Collective."""
         of_rank = self.transport.gather_texts(repr(self._learning_rates))
         others = [f"rank {rank} with {rates}" for rank, rates in enumerate(of_rank) if rates != of_rank[0]]
-        if others and self.transport.rank == 0:
+        if others and self.transport.speaks:
             log.warning("learning rates differ: rank 0 steps with %s, %s", of_rank[0], ", ".join(others))
 
     @contextlib.contextmanager
@@ -365,16 +364,17 @@ class Synchronizer:
         """
         if "global_model" not in state:
             return False
-        if state["config"] != self.config.to_dict():
+        if state["config"] != self.config.to_dict() and self.transport.speaks:
             log.warning("the checkpoint was written with other hvd_slim options; this run's options are used")
         for tensor, saved in zip(model.tensors(), state["global_model"]):
             tensor.copy_(saved)
         if state.get("shared") or (state["path"], state["size"]) == (path, self.transport.size):
             return True
-        log.warning(
-            "the checkpoint was written by %d ranks with exchange %r; what ranks other than its writer had pending "
-            "is dropped", state["size"], state["path"],
-        )  # fmt: skip
+        if self.transport.speaks:
+            log.warning(
+                "the checkpoint was written by %d ranks with exchange %r; what ranks other than its writer had pending "
+                "is dropped", state["size"], state["path"],
+            )  # fmt: skip
         return False
 
     def _restore_exchange(self, state: dict[str, Any], exchange: Exchange) -> None:

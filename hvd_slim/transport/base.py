@@ -39,10 +39,12 @@ class Transport(abc.ABC):
         rank, size: this rank's place among the K ranks, and K.
         stats: where bytes are counted.
         limit: bytes that one collective may carry, summed over ranks.
+        speaks: whether this rank logs what all ranks would say alike.
     """
 
     def __init__(self, rank: int, size: int, stats: Stats, limit: int = MESSAGE_LIMIT) -> None:
         self.rank, self.size, self.stats, self.limit = rank, size, stats, limit
+        self.speaks = rank == 0
 
     def allreduce(self, tensor: torch.Tensor, phase: str) -> Pending[torch.Tensor]:
         """Launch the sum over ranks of ``tensor`` (float32 or float64), in place. Collective, non-blocking."""

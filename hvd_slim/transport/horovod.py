@@ -39,6 +39,7 @@ class HorovodTransport(Transport):
         member = self._process_set.included() is not False
         rank, size = (self._process_set.rank(), self._process_set.size()) if member else (0, 1)
         super().__init__(rank, size, stats, limit)
+        self.speaks = self.speaks and member  # those outside it are alone together
         self._watchdog = Watchdog(rank, warn_after, stall_limit, name, board)
 
     def enter_round(self, round_number: int) -> None:

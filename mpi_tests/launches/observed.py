@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,13 +32,31 @@ def main(folder: Path) -> None:
             log.step(loss=loss)
     names = sorted({event.key for event in profile.key_averages() if event.key.startswith("hvd_slim::")})
     (folder / f"profile.{hvd.rank()}").write_text("\n".join(names))
-    measured = torch.nn.Linear(8, 8)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(measured.parameters(), lr=0.01), compression=hvd.Compression.slim()
-    )
-    measured(torch.ones(1, 8)).sum().backward()
-    optimizer.step()
+    give_cause_for_lines()
     hvd.shutdown()
+
+
+def give_cause_for_lines() -> None:
+    """A path is chosen; the ranks start from different parameters and rates; a checkpoint has other options."""
+    stepped(torch.nn.Linear(8, 8), hvd.Compression.slim())
+    unequal = torch.nn.Linear(8, 8)
+    with torch.no_grad():
+        unequal.weight.add_(hvd.rank())
+    optimizer = stepped(unequal, hvd.Compression.slim(exchange="allgather"), 0.01 * (1 + hvd.rank()))
+    optimizer.resync()
+    stepped(unequal, hvd.Compression.slim(exchange="allgather", seed=1), state=optimizer.state_dict())
+
+
+def stepped(
+    model: torch.nn.Module, compression: hvd.SlimConfig, rate: float = 0.01, state: dict[str, Any] | None = None
+) -> Any:
+    """An optimizer that has done one step."""
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=rate), compression=compression)
+    if state is not None:
+        optimizer.load_state_dict(state)
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    return optimizer
 
 
 if __name__ == "__main__":

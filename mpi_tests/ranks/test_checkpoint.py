@@ -205,8 +205,8 @@ def test_resumed_on_another_number_of_ranks(exchange: str, caplog: pytest.LogCap
         with caplog.at_level(logging.WARNING, "hvd_slim"):
             train(case, again, resumed, 10, 20)
         dropped = [record for record in caplog.records if "dropped" in record.getMessage()]
-        assert len(dropped) == 1, caplog.text
-        assert f"written by {hvd.size()} ranks" in dropped[0].getMessage()
+        assert len(dropped) == (hvd.rank() == 0), caplog.text
+        assert all(f"written by {hvd.size()} ranks" in record.getMessage() for record in dropped)
         assert resumed.state_dict()["hvd_slim"]["rounds"] == 20
         resumed.resync()
         mine = b"".join(parameter.numpy().tobytes() for parameter in copies(again.values()))
