@@ -26,14 +26,14 @@ class VggStyle(nn.Sequential):
 
     def __init__(self) -> None:
         layers: list[nn.Module] = []
-        channels = [1, 64, 64, 128, 128, 256, 256]
+        channels = [1, 32, 32, 64, 64, 128, 128]
         for number, (inputs, outputs) in enumerate(zip(channels, channels[1:])):
             layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU()]
             if number % 2:
                 layers.append(nn.MaxPool2d(2))
         super().__init__(
             *layers, nn.Flatten(),
-            nn.Linear(256 * 3 * 3, 4096), nn.ReLU(), nn.Linear(4096, 1584), nn.ReLU(), nn.Linear(1584, 10),
+            nn.Linear(128 * 3 * 3, 4096), nn.ReLU(), nn.Linear(4096, 2944), nn.ReLU(), nn.Linear(2944, 10),
         )  # fmt: skip
 
 

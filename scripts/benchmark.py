@@ -118,21 +118,25 @@ def run(args: argparse.Namespace) -> None:
             address = f"tcp://{socket.gethostbyname(socket.gethostname())}:{free.getsockname()[1]}"
         network = ddp_model(args.system, model, world.rank, world.size, world.bcast(address))
 
-    times = []
-    for _ in range(args.warmup + args.steps):
+    def steps(number: int) -> float:
+        """Seconds that the slowest rank took for each."""
         begin = time.perf_counter()
-        optimizer.zero_grad()
-        F.cross_entropy(network(inputs).view(answers.numel(), -1), answers).backward()
-        optimizer.step()
-        times.append(time.perf_counter() - begin)
+        for _ in range(number):
+            optimizer.zero_grad()
+            F.cross_entropy(network(inputs).view(answers.numel(), -1), answers).backward()
+            optimizer.step()
+        return world.allreduce(time.perf_counter() - begin, op=MPI.MAX) / number
+
+    warm = steps(args.warmup)
+    # Of slim, a whole re-selection period: a core is chosen in as many steps as in a long run. Others' steps are alike.
+    number = args.steps if args.system in SLIM else max(3, min(args.steps, int(args.seconds / warm)))
+    slowest = steps(number)
     if args.system in SLIM:
         optimizer.synchronize()
-    # The loop goes as fast as its slowest rank; a core is chosen in as many steps as in a long run.
-    slowest = world.allreduce(sum(times[args.warmup :]), op=MPI.MAX) / args.steps
     if world.rank == 0:
         record = {
             "system": args.system, "model": args.model, "ranks": world.size, "network": args.network,
-            "parameters": sum(p.numel() for p in model.parameters()), "steps": args.steps, "seconds": slowest,
+            "parameters": sum(p.numel() for p in model.parameters()), "steps": number, "seconds": slowest,
             "path": optimizer._slim.state_dict().get("path") if args.system in SLIM else None,
             "stats": optimizer.stats() if args.system in SLIM else None,
         }  # fmt: skip
@@ -160,6 +164,7 @@ def table(args: argparse.Namespace) -> int:
                     "bash", str(ROOT / "scripts/netlab.sh"), "--limit", "300", "with", str(hosts), rate, "--",
                     sys.executable, str(Path(__file__)), "run", "--system", system, "--model", model,
                     "--network", rate, "--steps", str(args.steps), "--warmup", str(args.warmup),
+                    "--seconds", str(args.seconds),
                 ]  # fmt: skip
                 done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=environment())
                 found = [line for line in done.stdout.splitlines() if line.startswith("{")]
@@ -251,6 +256,7 @@ def main() -> int:
     for verb in (runs, tables):
         verb.add_argument("--steps", type=int, default=20, help="that are timed; a re-selection period by default")
         verb.add_argument("--warmup", type=int, default=5, help="steps before")
+        verb.add_argument("--seconds", type=float, default=15.0, help="after which a system with equal steps has shown them")
     args = parser.parse_args()
     if args.verb == "table":
         return table(args)
