@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
 
 setup(
     name="hvd_slim",
@@ -13,6 +13,15 @@ setup(
     python_requires=">=3.9",
     packages=find_packages(include=["hvd_slim", "hvd_slim.*"]),
     package_data={"hvd_slim": ["py.typed"]},
+    # A library that ctypes loads (hvd_slim/native.py). Without a compiler, hvd_slim does without it.
+    ext_modules=[
+        Extension(
+            "hvd_slim._native",
+            ["hvd_slim/native.c"],
+            extra_compile_args=["-O3", "-std=gnu11", "-ffp-contract=off"],
+            optional=True,
+        )
+    ],
     install_requires=["numpy", "torch>=2.1"],
     entry_points={"console_scripts": ["hvd-slim = hvd_slim.cli:main"]},
     extras_require={

@@ -6,10 +6,14 @@ memory order. The user's tensors are read and written where they lie; they are n
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 
 import torch
+
+from hvd_slim import native
 
 NamedParameters = Sequence[tuple[str, torch.Tensor]]
 
@@ -47,23 +51,23 @@ class Segment:
         #: the parameter's memory as a vector; without gaps, element i is coordinate start + i
         self.memory = real.as_strided((extent if real.numel() else 0,), (1,))
 
-    def refresh(self) -> tuple[bool, bool]:
+    def refresh(self) -> tuple[bool, bool, bool]:
         """Look at the parameter again if its memory was exchanged under it.
 
         Returns:
-            (whether it still fits its stretch, whether coordinates now have other addresses). Coordinates keep their
-            numbers when only the strides change.
+            (whether it still fits its stretch, whether it lies elsewhere, whether its strides changed as well).
+            Coordinates keep their numbers when only the strides change.
         """
         parameter, old, strides = self.parameter, self.real, self._strides
         if parameter.data_ptr() == self._address and parameter.dtype.to_real() == old.dtype:
             real = _real(parameter)
             if real.stride() == strides and real.shape == old.shape:
-                return True, False
+                return True, False, False
         real = _real(parameter)
         if (real.dtype, real.device, real.shape) != (old.dtype, old.device, old.shape):
-            return False, False
+            return False, False, False
         self._view(real)
-        return True, real.stride() != strides
+        return True, True, real.stride() != strides
 
     def flatten(self, like_parameter: torch.Tensor) -> torch.Tensor:
         """A tensor of the parameter's shape (a gradient, say) as a vector in this segment's coordinate order."""
@@ -143,12 +147,21 @@ class Piece:
     in_group: torch.Tensor
 
 
-@dataclasses.dataclass(frozen=True)
 class Coordinates:
-    """An ascending set of coordinates, cut along the segments, ready to read and write."""
+    """An ascending set of coordinates, ready to read and write.
 
-    count: int
-    pieces: tuple[Piece, ...]
+    Attributes:
+        numbers: the coordinates, shape (count,), int32 or int64.
+        count: how many.
+    """
+
+    def __init__(self, numbers: torch.Tensor, arena: Arena) -> None:
+        self.numbers, self.count, self._arena = numbers, numbers.numel(), arena
+
+    @functools.cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The set, cut along the segments."""
+        return tuple(self._arena.cut(self.numbers))
 
 
 class Arena:
@@ -191,6 +204,7 @@ class Arena:
         self._segments = tuple(self.segments())
         #: grows when coordinates get other addresses, which makes what ``locate`` gave before useless
         self.layout_version = 0
+        self._table: ctypes.Array[native.Segment] | None = None
         self._stops = torch.tensor([segment.stop for segment in self._segments], device=self.device)
 
     def segments(self) -> Iterator[Segment]:
@@ -201,22 +215,46 @@ class Arena:
     def refresh(self) -> bool:
         """Follow tensors whose memory was exchanged. False if one no longer fits its stretch of coordinates."""
         seen = [segment.refresh() for segment in self._segments]
-        self.layout_version += any(moved for _, moved in seen)
-        return all(fits for fits, _ in seen)
+        if any(moved for _, moved, _ in seen):
+            self._table = None
+        self.layout_version += any(restrided for _, _, restrided in seen)
+        return all(fits for fits, _, _ in seen)
 
     def is_finite(self) -> bool:
         """Whether every live parameter is finite. Reads each once."""
+        if self.plain and native.serves():
+            return all(native.is_finite(segment.read_all()) for segment in self._segments)
         # A sum is as fast as memory, a look at every value is not; a sum of finite values that overflows needs one.
         sums = [segment.read_all().sum(dtype=self.value_dtype).to(self.device) for segment in self._segments]
         if not sums or bool(torch.stack(sums).isfinite().all()):
             return True
         return all(bool(segment.read_all().isfinite().all()) for segment in self._segments)
 
+    @property
+    def plain(self) -> bool:
+        """Whether all parameters are float32 on the CPU, without gaps, and int32 counts their coordinates."""
+        return (
+            len(self.groups) == 1
+            and (self.groups[0].dtype, self.device.type) == (torch.float32, "cpu")
+            and self.n <= torch.iinfo(torch.int32).max
+            and not any(segment.gapped for segment in self._segments)
+        )
+
+    def memory_table(self) -> ctypes.Array[native.Segment]:
+        """Where each parameter's memory begins, for ``native.sweep``."""
+        if self._table is None:
+            rows = [native.Segment(s.memory.data_ptr(), s.start, s.stop) for s in self._segments]
+            self._table = (native.Segment * len(rows))(*rows)
+        return self._table
+
     def locate(self, coordinates: torch.Tensor) -> Coordinates:
-        """Cut an ascending vector of distinct coordinates (int32 or int64) along the segments."""
+        """An ascending vector of distinct coordinates (int32 or int64), to read and write there."""
+        return Coordinates(coordinates, self)
+
+    def cut(self, coordinates: torch.Tensor) -> Iterator[Piece]:
+        """The same, cut along the segments."""
         # By the last coordinate of each segment: the stops themselves may not fit the dtype of the coordinates.
         ends = torch.searchsorted(coordinates, (self._stops - 1).to(coordinates.dtype), right=True).tolist()
-        pieces = []
         begin, at = 0, 0
         for number, group in enumerate(self.groups):
             for segment in group.segments:
@@ -226,9 +264,8 @@ class Arena:
                     local = (coordinates[begin:end] - segment.start).to(group.device)
                     in_group = coordinates[begin:end].to(group.device)
                     in_group = in_group - group.start if group.start else in_group
-                    pieces.append(Piece(number, segment, begin, end, segment.addresses(local), in_group))
+                    yield Piece(number, segment, begin, end, segment.addresses(local), in_group)
                 begin = end
-        return Coordinates(coordinates.numel(), tuple(pieces))
 
     def describe(self) -> list[tuple[str, str]]:
         """(what, value) pairs that must be equal on all ranks, in coordinate order."""

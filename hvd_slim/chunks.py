@@ -1,4 +1,4 @@
-"""Long vectors in pieces that a CPU's cache holds; on a GPU, in one piece. And marks turned into indices."""
+"""Passes over long vectors: in pieces that a CPU's cache holds, or compiled; on a GPU, in one piece."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+
+from hvd_slim import native
 
 _CHUNK = 1 << 16
 
@@ -43,6 +45,29 @@ def indices_of(mask: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(out)
 
 
+def others(indices: torch.Tensor, n: int) -> torch.Tensor:
+    """The coordinates below ``n`` that are not among ``indices`` (ascending, distinct): ascending, the same dtype."""
+    if native.serves(indices):
+        return native.others(indices, n)
+    marks = torch.ones(n, dtype=torch.bool, device=indices.device)
+    return indices_of(marks.index_fill_(0, indices.long(), False))
+
+
+def take(values: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """``values[at]``, integers of one dtype."""
+    if native.serves(values, at) and values.dtype == at.dtype == torch.int32:
+        return native.take(values, at)
+    return values.index_select(0, at)
+
+
+def put(values: torch.Tensor, at: torch.Tensor, value: float) -> None:
+    """values[at] = value, floating."""
+    if native.serves(values, at):
+        native.put(values, at, value)
+    else:
+        values.index_fill_(0, at.long(), value)
+
+
 def at_least(values: torch.Tensor, threshold: float) -> torch.Tensor:
     """Marks (bool) of ``values`` ≥ ``threshold``. Twice as fast through NumPy on a CPU."""
     if values.device.type != "cpu":
@@ -61,6 +86,10 @@ def equal_to(values: torch.Tensor, threshold: float) -> torch.Tensor:
 
 def between(values: torch.Tensor, low: float, high: float) -> tuple[torch.Tensor, int]:
     """(the values in [low, high], how many lie above)."""
+    if native.serves(values):
+        found, over = native.between(values, low, high, values.numel() // 16)
+        if found is not None:
+            return found, over
     if values.device.type != "cpu":
         above = values > high
         return values[(values >= low) & ~above], count_true(above)
@@ -68,9 +97,9 @@ def between(values: torch.Tensor, low: float, high: float) -> tuple[torch.Tensor
     low, high = array.dtype.type(low), array.dtype.type(high)
     inside, passed = [], 0
     for part in chunks(array.size, values.device):
-        over = array[part] > high
-        passed += int(np.count_nonzero(over))
-        inside.append(array[part][np.flatnonzero((array[part] >= low) ^ over)])
+        above_high = array[part] > high
+        passed += int(np.count_nonzero(above_high))
+        inside.append(array[part][np.flatnonzero((array[part] >= low) ^ above_high)])
     return torch.from_numpy(np.concatenate(inside)), passed
 
 

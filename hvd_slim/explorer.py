@@ -13,10 +13,11 @@ import dataclasses
 import numpy as np
 import torch
 
+from hvd_slim import native
 from hvd_slim.chunks import chunks
 from hvd_slim.rng import CYCLIC_STREAM, EXPLORER_STREAM, SHARED_STREAM, raw_words
 from hvd_slim.sets import pack_indices, set_nbytes, unpack_indices
-from hvd_slim.significance import top_coordinates
+from hvd_slim.significance import top_places
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +77,8 @@ class Explorer(abc.ABC):
         """``rank``'s set in ``round_number``.
 
         Args:
-            magnitude: |u_k| at every position, shape (m,), float; only read if ``by_pending_update``.
+            magnitude: |u_k| at every position, in their order, without NaN, and negative numbers in between, which
+                have no position; float. Only read if ``by_pending_update``.
         """
 
     @abc.abstractmethod
@@ -103,7 +105,8 @@ class _Stratified(Explorer):
         self._lengths = np.diff(bounds).astype(np.uint32)
         # start + offset + shift stays below 2m.
         self._position_dtype = torch.int32 if 2 * population <= torch.iinfo(torch.int32).max else torch.int64
-        self._starts = torch.from_numpy(bounds[:-1]).to(device, self._position_dtype)
+        self._bounds = torch.from_numpy(bounds).to(device, self._position_dtype)
+        self._starts = self._bounds[:-1]
 
     def _rotated(self, strata_starts: torch.Tensor, offsets: torch.Tensor, shift: int) -> torch.Tensor:
         positions = strata_starts + offsets.to(self._position_dtype)
@@ -163,20 +166,26 @@ class RandomExplorer(_Stratified):
         words = raw_words(self.seed, self._stream, round_number, rank, 1 + (self.count + 1) // 2)
         bits = words[1:].view(np.uint32)
         offsets = np.empty(self.count, dtype=np.uint8 if self._offset_dtype == torch.uint8 else np.int32)
+        shift = self._shift_of(words[0])
+        if native.serves(self._bounds) and self.count:
+            of_stratum = torch.from_numpy(offsets)
+            return Draw(*native.draw(torch.from_numpy(bits.view(np.int32)), self._bounds, shift, of_stratum))
         for part in chunks(self.count, torch.device("cpu")):
             # 32 random bits r in each stratum of length l give offset ⌊r·l / 2^32⌋.
             product = np.multiply(bits[part], self._lengths[part], dtype=np.uint64, casting="unsafe")
             np.right_shift(product, np.uint64(32), out=offsets[part], casting="unsafe")
-        return Draw(*self._ascending(torch.from_numpy(offsets).to(self.device), self._shift(round_number, rank)))
+        return Draw(*self._ascending(torch.from_numpy(offsets).to(self.device), shift))
 
     def positions(self, indices: torch.Tensor, first: int, count: int, round_number: int, rank: int) -> torch.Tensor:
         """Positions from the strata and the offsets that travelled."""
         offsets = indices.contiguous().view(self._offset_dtype)
-        return self._rotated(self._strata(first, count), offsets, self._shift(round_number, rank))
+        shift = self._shift_of(raw_words(self.seed, self._stream, round_number, rank, 1)[0])
+        if native.serves(self._bounds, offsets):
+            return native.drawn(self._bounds, first, offsets, shift)
+        return self._rotated(self._strata(first, count), offsets, shift)
 
-    def _shift(self, round_number: int, rank: int) -> int:
-        word = raw_words(self.seed, self._stream, round_number, rank, 1)[0]
-        return int(word % self.population) if self.population else 0
+    def _shift_of(self, word: np.uint64) -> int:
+        return int(word % np.uint64(self.population)) if self.population else 0
 
 
 class SharedExplorer(RandomExplorer):
@@ -247,9 +256,7 @@ class GreedyExplorer(Explorer):
     def draw(self, round_number: int, rank: int, magnitude: torch.Tensor | None = None) -> Draw:
         """``rank``'s set in ``round_number``."""
         assert magnitude is not None
-        # A NaN has most to tell; left as it is, it would change how many positions there are.
-        positions = top_coordinates(magnitude.nan_to_num(nan=float("inf"), posinf=float("inf")), self.count)
-        return Draw(positions, None, 0)
+        return Draw(top_places(magnitude, self.count), None, 0)
 
     def positions(self, indices: torch.Tensor, first: int, count: int, round_number: int, rank: int) -> torch.Tensor:
         """The set, unpacked."""

@@ -16,7 +16,7 @@ import torch
 
 from hvd_slim import significance
 from hvd_slim.arena import Arena
-from hvd_slim.chunks import index_dtype, indices_of
+from hvd_slim.chunks import index_dtype
 from hvd_slim.config import SHARED_EXPLORERS, SlimConfig
 from hvd_slim.explorer import EXPLORERS
 from hvd_slim.global_model import GlobalModel
@@ -241,8 +241,8 @@ def _draw(arena: Arena, count: int, config: SlimConfig, size: int) -> Callable[[
 
 
 def _scan(model: GlobalModel, noise: torch.Tensor, count: int) -> None:
-    model.pending_update_everywhere(torch.empty_like(noise)).abs_()
-    indices_of(significance.top_mask(noise, count))
+    model.magnitude_everywhere()
+    significance.top_coordinates(noise, count)
 
 
 def _code(codec: ValueCodec, values: torch.Tensor) -> Callable[[], None]:

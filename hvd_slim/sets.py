@@ -13,7 +13,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from hvd_slim.chunks import count_true, index_dtype, indices_of
+from hvd_slim import native
+from hvd_slim.chunks import index_dtype, indices_of
 
 #: dtype of the low parts; torch does no arithmetic on uint16
 _LOW = {8: torch.uint8, 16: torch.int16}
@@ -48,12 +49,12 @@ def pack_indices(indices: torch.Tensor, n: int) -> torch.Tensor:
     if form == "list":
         return indices.contiguous().view(torch.uint8)
     if form == "bitmap":
-        return _pack_bits(_marks(indices, n))
+        return _bitmap(indices, n)
     bits = int(form)
     order = torch.arange(count, dtype=indices.dtype, device=indices.device)
-    high = _marks((indices >> bits) + order, _high_bits(count, n, bits))
+    high = _bitmap((indices >> bits) + order, _high_bits(count, n, bits))
     low = (indices & (2**bits - 1)).to(_LOW[bits]).view(torch.uint8)
-    return torch.cat([low, _pack_bits(high)])
+    return torch.cat([low, high])
 
 
 def unpack_indices(data: torch.Tensor, count: int, n: int) -> torch.Tensor:
@@ -65,32 +66,27 @@ def unpack_indices(data: torch.Tensor, count: int, n: int) -> torch.Tensor:
     if form == "list":
         return data.contiguous().view(dtype)
     if form == "bitmap":
-        return indices_of(_unpack_bits(data, n))
+        return _set_places(data, n, count)
     bits = int(form)
     low, high = data.split([count * bits // 8, data.numel() - count * bits // 8])
-    places = indices_of(_unpack_bits(high, _high_bits(count, n, bits))).to(dtype)
+    places = _set_places(high, _high_bits(count, n, bits), count).to(dtype)
     places -= torch.arange(count, dtype=dtype, device=data.device)
     # What was cut to its low bits may read as negative.
     return (places << bits) + (low.contiguous().view(_LOW[bits]).to(dtype) & (2**bits - 1))
 
 
-def pack_set(mask: torch.Tensor) -> torch.Tensor:
-    """``pack_indices`` of a set given as marks (bool, shape (n,)); on the CPU."""
-    mask = mask.cpu()
-    if _smallest(count_true(mask), mask.numel())[1] == "bitmap":
-        return _pack_bits(mask)
-    return pack_indices(indices_of(mask), mask.numel())
+def _bitmap(indices: torch.Tensor, n: int) -> torch.Tensor:
+    """n bits, least significant first, of which those of ``indices`` (ascending, distinct) are set."""
+    if native.serves(indices):
+        return native.bits_of(indices, n)
+    return _pack_bits(torch.zeros(n, dtype=torch.bool, device=indices.device).index_fill_(0, indices.long(), True))
 
 
-def unpack_set(data: torch.Tensor, count: int, n: int) -> torch.Tensor:
-    """The marks (bool, shape (n,)) of the set of ``count`` coordinates that ``pack_set`` made ``data`` of."""
-    if _smallest(count, n)[1] == "bitmap":
-        return _unpack_bits(data, n)
-    return _marks(unpack_indices(data, count, n), n)
-
-
-def _marks(indices: torch.Tensor, n: int) -> torch.Tensor:
-    return torch.zeros(n, dtype=torch.bool, device=indices.device).index_fill_(0, indices.long(), True)
+def _set_places(bitmap: torch.Tensor, n: int, count: int) -> torch.Tensor:
+    """Which ``count`` of n bits are set: ascending."""
+    if index_dtype(n) == torch.int32 and native.serves(bitmap):
+        return native.indices_of_bits(bitmap, n, count)
+    return indices_of(_unpack_bits(bitmap, n))
 
 
 def _high_bits(count: int, n: int, bits: int) -> int:

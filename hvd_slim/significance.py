@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from hvd_slim import native
 from hvd_slim.arena import Arena
-from hvd_slim.chunks import at_least, between, chunks, count_true, equal_to, indices_of, kth_largest
+from hvd_slim.chunks import at_least, between, chunks, count_true, equal_to, index_dtype, indices_of, kth_largest
 
 _SAMPLE = 1 << 16
 _MARGIN = 5.0  # standard deviations of the sampled rank that the bracket keeps on either side
@@ -58,17 +59,23 @@ def _combine(
         gradient_scale = _root_mean_square([gradient for _, gradient in pairs if gradient is not None], n) or 1.0
     begin = 0
     for weight, gradient in pairs:
+        out = score[begin : begin + weight.numel()]
+        sloping = gradient if gradient_weight != 0.0 else None
+        if score.dtype == torch.float32 and native.serves(weight, sloping, score):
+            native.score(weight, sloping, scale, gradient_scale, gradient_weight, out)
+            begin += weight.numel()
+            continue
         for part in chunks(weight.numel(), weight.device):
-            out = score[begin + part.start : begin + part.stop]
-            out.copy_(weight[part]).abs_()
+            some = out[part]
+            some.copy_(weight[part]).abs_()
             if scale != 1.0:
-                out.div_(scale)
-            if gradient is not None and gradient_weight != 0.0:
-                slope = gradient[part].to(out.device, out.dtype).abs()
+                some.div_(scale)
+            if sloping is not None:
+                slope = sloping[part].to(some.device, some.dtype).abs()
                 if gradient_scale != 1.0:
                     slope.div_(gradient_scale)
-                out.add_(slope.mul_(gradient_weight))
-            out.nan_to_num_(nan=float("inf"), posinf=float("inf"))
+                some.add_(slope.mul_(gradient_weight))
+            some.nan_to_num_(nan=float("inf"), posinf=float("inf"))
         begin += weight.numel()
     return score
 
@@ -94,34 +101,43 @@ def _norm(values: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(values, dtype=torch.float64))
 
 
-def top_mask(score: torch.Tensor, count: int) -> torch.Tensor:
-    """Which ``count`` coordinates have the largest score, ties to the lower index, found by threshold and count.
+def top_coordinates(score: torch.Tensor, count: int) -> torch.Tensor:
+    """The ``count`` coordinates with the largest score, ties to the lower one, found by threshold and count.
 
     Args:
         score: shape (n,), float32 or float64, without NaN.
         count: 0 ≤ count ≤ n.
 
     Returns:
-        Shape (n,), bool, true at exactly ``count`` coordinates.
+        Shape (count,), ascending, int32 (int64 beyond 2^31).
     """
     n = score.numel()
     if count in (0, n):
-        return torch.full((n,), count == n, dtype=torch.bool, device=score.device)
-    threshold, reaching = _kth_largest(score, count)
+        return torch.arange(count, dtype=index_dtype(n), device=score.device)
+    threshold, wanted, there = _kth_largest(score, count)
+    if native.serves(score):
+        return native.places(score, threshold, wanted, float("-inf"), count)
     mask = at_least(score, threshold)
-    if reaching > count:
+    if there > wanted:
         ties = indices_of(equal_to(score, threshold))
-        mask[ties[ties.numel() - (reaching - count) :].long()] = False
-    return mask
+        mask[ties[wanted:].long()] = False
+    return indices_of(mask)
 
 
-def top_coordinates(score: torch.Tensor, count: int) -> torch.Tensor:
-    """The coordinates that ``top_mask`` marks: shape (count,), ascending, int32 (int64 beyond 2^31)."""
-    return indices_of(top_mask(score, count))
+def top_places(score: torch.Tensor, count: int) -> torch.Tensor:
+    """The same where negative scores do not count: each coordinate's place among those of the others.
+
+    Args:
+        score: shape (n,), float32 or float64, without NaN; at least ``count`` are not negative.
+    """
+    if count == 0 or not native.serves(score):
+        return top_coordinates(score[score >= 0.0], count)
+    threshold, wanted, _ = _kth_largest(score, count)
+    return native.places(score, threshold, wanted, 0.0, count)
 
 
-def _kth_largest(score: torch.Tensor, k: int) -> tuple[float, int]:
-    """The k-th largest score, and how many scores reach it.
+def _kth_largest(score: torch.Tensor, k: int) -> tuple[float, int, int]:
+    """(the k-th largest score; how many of the scores equal to it are among the k largest; how many there are).
 
     A strided sample gives a bracket around it; only what lies inside is searched.
     """
@@ -137,4 +153,5 @@ def _kth_largest(score: torch.Tensor, k: int) -> tuple[float, int]:
         if passed < k <= passed + bracket.numel():
             score, above = bracket, passed
     threshold = kth_largest(score, k - above)
-    return threshold, above + count_true(at_least(score, threshold))
+    reaching, there = count_true(at_least(score, threshold)), count_true(equal_to(score, threshold))
+    return threshold, k - above - (reaching - there), there

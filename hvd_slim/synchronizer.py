@@ -272,11 +272,11 @@ class Synchronizer:
         with self.stats.timed("select"):
             if transport.rank == root:
                 score = significance.of_arena(arena, self.config.gradient_weight, self.config.normalize)
-                packed = sets.pack_set(significance.top_mask(score, count))
+                packed = sets.pack_indices(significance.top_coordinates(score, count), arena.n).cpu()
             else:
                 packed = torch.empty(sets.set_nbytes(count, arena.n), dtype=torch.uint8)
             self._core = transport.broadcast(packed, root, "select").wait()
-            exchange.set_core(sets.unpack_set(self._core, count, arena.n))
+            exchange.set_core(sets.unpack_indices(self._core, count, arena.n))
         self.selections += 1
         self.stats.reselections += 1
 
@@ -383,7 +383,7 @@ class Synchronizer:
         same_core = state["config"]["core_fraction"] == self.config.core_fraction
         if isinstance(exchange, SlimExchange) and state["core"] is not None and same_core:
             self._core = state["core"].cpu().clone()
-            exchange.set_core(sets.unpack_set(self._core, exchange.core_count, exchange.arena.n))
+            exchange.set_core(sets.unpack_indices(self._core, exchange.core_count, exchange.arena.n))
         if not checkpoint.gives_the_same_numbers(state["config"], self.config):
             return
         exchange.resume_announced(state["announced"])

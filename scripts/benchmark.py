@@ -256,7 +256,7 @@ def main() -> int:
     for verb in (runs, tables):
         verb.add_argument("--steps", type=int, default=20, help="that are timed; a re-selection period by default")
         verb.add_argument("--warmup", type=int, default=5, help="steps before")
-        verb.add_argument("--seconds", type=float, default=15.0, help="after which a system with equal steps has shown them")
+        verb.add_argument("--seconds", type=float, default=15.0, help="enough for systems with equal steps")
     args = parser.parse_args()
     if args.verb == "table":
         return table(args)

@@ -14,6 +14,9 @@ from hvd_slim.global_model import GlobalModel
 from hvd_slim.transport.base import Transport
 from hvd_slim.wire import PairFormat
 
+#: messages whose coordinates are in memory at one time
+_AT_ONCE = 4
+
 
 class AllgatherExchange(SlimExchange):
     """Slim-DP's round with w̄ replicated on every rank.
@@ -32,9 +35,9 @@ class AllgatherExchange(SlimExchange):
 
     def launch(self, round_number: int, overlap: bool, draw_ahead: bool = False) -> Flight:
         """Send the core's pending updates, and the pairs of E_k. Collective, non-blocking."""
-        model, core_mean = self.model, self._core_mean
+        core_mean = self._core_mean
         with self.stats.timed("pack"):
-            u = model.pending_update(self.core, core_mean.update)
+            u = self.pending_update(self.core, core_mean.update)
             flight = Flight(round_number, self.no_coordinates(), pending_core=u.clone() if overlap else None)
             core_mean.start(round_number, self.nonfinite)
             if self.explorer.count:
@@ -46,7 +49,7 @@ class AllgatherExchange(SlimExchange):
         draw = self.explorer.draw(round_number, rank, self.magnitude())
         flight.explored = self.coordinates_at(draw.positions)
         u = torch.empty(count, dtype=self.arena.value_dtype, device=self.arena.device)
-        self.model.pending_update(self.arena.locate(flight.explored), u)
+        self.pending_update(self.arena.locate(flight.explored), u)
         pairs = PairFormat(self.codec, self.explorer.index_nbytes)
         message = torch.zeros(pairs.nbytes(count), dtype=torch.uint8, device=self.arena.device)
         indices = self.explorer.pack(draw, 0, count)
@@ -57,31 +60,32 @@ class AllgatherExchange(SlimExchange):
 
     def merge(self, flight: Flight) -> None:
         """Take in a round. The order is the algorithm's: core, then explorers in rank order."""
-        model, core_mean, size = self.model, self._core_mean, self.transport.size
+        core_mean, size = self._core_mean, self.transport.size
 
         with self.stats.timed("wait"):
             core_change = core_mean.finish()
             messages = flight.brought.wait() if flight.brought else ()
 
         require_finite(self.transport, *core_mean.nonfinite)
-        with self.stats.timed("merge"):
+        with self.stats.timed("merge"), self.sweep() as steps:
             explored = self.arena.locate(flight.explored)
-            core_left = self.pending_since(self.core, flight.pending_core, core_mean.unsent)
-            left = self.pending_since(explored, flight.pending_explored, flight.unsent)
+            core_left = self.pending_since(steps, self.core, flight.pending_core, core_mean.unsent)
+            left = self.pending_since(steps, explored, flight.pending_explored, flight.unsent)
             # Core: w̄[C] += mean of u[C]; what was sent of u_k[C] is pending no longer.
-            model.absorb(self.core, core_change)
-            model.settle(self.core, core_left)
+            steps.merge(self.core, core_change, core_left)
             # Explorers: w̄[E_j] += v_j / K and w_k with it, for every rank j in rank order; then w_k[E_k] -= v_k.
             pairs = PairFormat(self.codec, self.explorer.index_nbytes)
             for j, message in enumerate(messages):
                 v, indices, first = pairs.read(message)
                 change = v.div_(size).mul_(core_mean.factor)
                 if j == self.transport.rank:
-                    model.absorb(explored, change)
+                    steps.absorb(explored, change)
                 else:
                     positions = self.explorer.positions(indices, first, v.numel(), flight.round_number, j)
-                    model.advance(self.arena.locate(self.coordinates_at(positions)), change)
-            model.settle(explored, left)
+                    steps.advance(self.arena.locate(self.coordinates_at(positions)), change)
+                if (j + 1) % _AT_ONCE == 0:
+                    steps.flush()
+            steps.settle(explored, left)
 
     def in_flight(self) -> MeanReduction:
         """The core's mean."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from hvd_slim.agreement import require_finite
+from hvd_slim.chunks import put
 from hvd_slim.config import SlimConfig
 from hvd_slim.exchange.base import SlimExchange
 from hvd_slim.exchange.dense import exchange_everything
@@ -46,34 +47,33 @@ class AllreduceExchange(SlimExchange):
     def launch(self, round_number: int, overlap: bool, draw_ahead: bool = False) -> Flight:
         """Send the pending updates of core and explorers. Collective; waits for a leader's choice if it was not made
         a round ahead."""
-        model, mean, c = self.model, self._mean, self.core_count
+        mean, c = self._mean, self.core_count
         with self.stats.timed("pack"):
-            positions = self._positions(round_number)
-            explored = self.coordinates_at(positions)
-            model.pending_update(self.core, mean.update[:c])
-            model.pending_update(self.arena.locate(explored), mean.update[c:])
+            explored = self.coordinates_at(self._positions(round_number))
+            with self.sweep() as steps:
+                steps.pending_update(self.core, mean.update[:c])
+                steps.pending_update(self.arena.locate(explored), mean.update[c:])
             flight = Flight(round_number, explored, pending_core=mean.update.clone() if overlap else None)
             mean.start(round_number, self.nonfinite)
             if draw_ahead and isinstance(self.explorer, LeaderExplorer) and self.explorer.count:
-                self._ahead = round_number + 1, self._announce(self.explorer, round_number + 1, positions)
+                self._ahead = round_number + 1, self._announce(self.explorer, round_number + 1, explored)
         return flight
 
     def merge(self, flight: Flight) -> None:
         """Take in a round."""
-        model, mean, c = self.model, self._mean, self.core_count
+        mean, c = self._mean, self.core_count
 
         with self.stats.timed("wait"):
             change = mean.finish()
 
         require_finite(self.transport, *mean.nonfinite)
-        with self.stats.timed("merge"):
+        with self.stats.timed("merge"), self.sweep() as steps:
             sets = ((self.core, slice(0, c)), (self.arena.locate(flight.explored), slice(c, None)))
             for where, part in sets:
                 at_launch = None if flight.pending_core is None else flight.pending_core[part]
-                left = self.pending_since(where, at_launch, None if mean.unsent is None else mean.unsent[part])
+                left = self.pending_since(steps, where, at_launch, None if mean.unsent is None else mean.unsent[part])
                 # w̄ += mean of u; what was sent of u_k is pending no longer.
-                model.absorb(where, change[part])
-                model.settle(where, left)
+                steps.merge(where, change[part], left)
 
     def _positions(self, round_number: int) -> torch.Tensor:
         """Everybody's explorer positions. Collective with a leader: its set is broadcast."""
@@ -95,20 +95,20 @@ class AllreduceExchange(SlimExchange):
         """Launch the broadcast of the set that the leader of ``round_number`` chooses now. Collective.
 
         Args:
-            under_way: positions whose pending updates have just been sent: there is nothing more to tell.
+            under_way: coordinates whose pending updates have just been sent: there is nothing more to tell.
         """
         leader = explorer.leader(round_number)
         if self.transport.rank == leader:
             magnitude = self.magnitude()
             if magnitude is not None and under_way is not None:
-                magnitude[under_way.long()] = 0.0
+                put(magnitude, under_way, 0.0)
             packed = explorer.pack(explorer.draw(round_number, leader, magnitude), 0, explorer.count)
         else:
             packed = torch.empty(explorer.index_nbytes(explorer.count), dtype=torch.uint8, device=self.arena.device)
         return self.transport.broadcast(packed, leader, "explorer")
 
     def set_core(self, core: torch.Tensor) -> None:
-        """Use ``core``, the marks (bool, shape (n,)) of the core set, from now on."""
+        """Use ``core``, ascending coordinates, as the core set from now on."""
         super().set_core(core)
         self._ahead = _NOTHING_AHEAD  # positions are counted outside the core
 

@@ -47,7 +47,7 @@ class AlltoallExchange(SlimExchange):
         """Send the core's pending updates, and the pairs of E_k to their owners. Collective, non-blocking."""
         core_mean = self._core_mean
         with self.stats.timed("pack"):
-            u = self.model.pending_update(self.core, core_mean.update)
+            u = self.pending_update(self.core, core_mean.update)
             flight = Flight(round_number, self.no_coordinates(), pending_core=u.clone() if overlap else None)
             core_mean.start(round_number, self.nonfinite)
             if self.explorer.count:
@@ -58,7 +58,7 @@ class AlltoallExchange(SlimExchange):
         draw = self.explorer.draw(flight.round_number, self.transport.rank, self.magnitude())
         flight.explored = self.coordinates_at(draw.positions)
         u = torch.empty(self.explorer.count, dtype=self.arena.value_dtype, device=self.arena.device)
-        self.model.pending_update(self.arena.locate(flight.explored), u)
+        self.pending_update(self.arena.locate(flight.explored), u)
         flight.lengths = self._lengths_by_owner(flight.explored)
         pairs = PairFormat(self.codec, self.explorer.index_nbytes)
         messages, flight.unsent = self._pushes(pairs, draw, u, flight.lengths, flight.round_number)
@@ -80,18 +80,18 @@ class AlltoallExchange(SlimExchange):
         require_finite(self.transport, *core_mean.nonfinite)
         with self.stats.timed("merge"):
             explored = self.arena.locate(flight.explored)
-            core_left = self.pending_since(self.core, flight.pending_core, core_mean.unsent)
-            left = self.pending_since(explored, flight.pending_explored, flight.unsent)
-            # Core: w̄[C] += mean of u[C]; what was sent of u_k[C] is pending no longer.
-            model.absorb(self.core, core_change)
-            model.settle(self.core, core_left)
+            with self.sweep() as steps:
+                core_left = self.pending_since(steps, self.core, flight.pending_core, core_mean.unsent)
+                left = self.pending_since(steps, explored, flight.pending_explored, flight.unsent)
+                # Core: w̄[C] += mean of u[C]; what was sent of u_k[C] is pending no longer.
+                steps.merge(self.core, core_change, core_left)
             owned.copy_from(model, self.core)
         if pushed is not None:
             merged = self._merge_and_reply(pushed, flight.lengths, flight.round_number)
-            with self.stats.timed("merge"):
+            with self.stats.timed("merge"), self.sweep() as steps:
                 # What I see of w̄[E_k] is new; what was sent of u_k[E_k] is pending no longer.
-                model.replace(explored, merged)
-                model.settle(explored, left)
+                steps.replace(explored, merged)
+                steps.settle(explored, left)
 
     def in_flight(self) -> MeanReduction:
         """The core's mean."""

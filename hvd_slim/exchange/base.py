@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 from typing import Any
 
 import torch
 
 from hvd_slim.arena import Coordinates
-from hvd_slim.chunks import indices_of
+from hvd_slim.chunks import others, put, take
 from hvd_slim.config import SlimConfig
 from hvd_slim.exchange.flight import Flight
 from hvd_slim.exchange.reduction import MeanReduction
 from hvd_slim.explorer import EXPLORERS, Explorer
 from hvd_slim.global_model import GlobalModel
+from hvd_slim.sweep import Sweep, sweep
 from hvd_slim.transport.base import Transport
 from hvd_slim.values import make_codec
 
@@ -93,8 +95,17 @@ class Exchange(abc.ABC):
         """w̄, entire. Not collective where every rank holds it; collective where each holds a slice."""
         return self.model
 
+    def sweep(self) -> contextlib.AbstractContextManager[Sweep]:
+        """Steps on sets of coordinates, in one pass over memory where that can be."""
+        return sweep(self.model)
+
+    def pending_update(self, where: Coordinates, out: torch.Tensor) -> torch.Tensor:
+        """u_k = w_k − w̄ at ``where``, into ``out``."""
+        with self.sweep() as steps:
+            return steps.pending_update(where, out)
+
     def pending_since(
-        self, where: Coordinates, at_launch: torch.Tensor | None, unsent: torch.Tensor | None
+        self, steps: Sweep, where: Coordinates, at_launch: torch.Tensor | None, unsent: torch.Tensor | None
     ) -> torch.Tensor | None:
         """What stays pending at ``where`` when what was sent of ``at_launch`` is merged; None for nothing.
 
@@ -102,9 +113,7 @@ class Exchange(abc.ABC):
         """
         if at_launch is None:
             return unsent
-        now = torch.empty_like(at_launch)
-        learned = self.model.pending_update(where, now).sub_(at_launch)
-        return learned if unsent is None else learned.add_(unsent)
+        return steps.pending_update(where, torch.empty_like(at_launch), at_launch, unsent)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint needs beyond ``model``, as tensors. Not collective."""
@@ -122,17 +131,16 @@ class SlimExchange(Exchange):
         self.core_count = config.core_count(self.arena.n)
         #: of explorer messages, for stochastic rounding; a reduction numbers its own from 0 to K
         self.first_message = transport.size + 1
-        self.core: Coordinates = Coordinates(0, ())
-        self._outside = self._core_indices = torch.empty(0)
+        self._outside = self._core_indices = torch.empty(0, dtype=torch.int32)
+        self.core = self.arena.locate(self._core_indices)
         self._layout_version = 0
         self.explorer = self._make_explorer(config.explorer_count(self.arena.n))
 
     def set_core(self, core: torch.Tensor) -> None:
-        """Use ``core``, the marks (bool, shape (n,)) of the core set, from now on."""
-        core = core.to(self.arena.device)
-        self._core_indices = indices_of(core)
+        """Use ``core``, ascending coordinates, as the core set from now on."""
+        self._core_indices = core.to(self.arena.device)
         self._locate_core()
-        self._outside = indices_of(~core)
+        self._outside = others(self._core_indices, self.arena.n)
 
     def _locate_core(self) -> None:
         self.core = self.arena.locate(self._core_indices)
@@ -155,16 +163,16 @@ class SlimExchange(Exchange):
 
     def coordinates_at(self, positions: torch.Tensor) -> torch.Tensor:
         """The coordinates outside the core at ``positions`` of their ascending list."""
-        return self._outside.index_select(0, positions)
+        return take(self._outside, positions)
 
     def no_coordinates(self) -> torch.Tensor:
         """An empty explorer set."""
         return self._outside[:0]
 
     def magnitude(self) -> torch.Tensor | None:
-        """|u_k| at every coordinate outside the core, if the explorer asks for it."""
+        """|u_k| at every coordinate, negative on the core, if the explorer asks for it."""
         if not self.explorer.by_pending_update:
             return None
-        arena = self.arena
-        everywhere = torch.empty(arena.n, dtype=arena.value_dtype, device=arena.device)
-        return self.model.pending_update_everywhere(everywhere).abs_().index_select(0, self._outside)
+        magnitude = self.model.magnitude_everywhere()
+        put(magnitude, self._core_indices, -1.0)
+        return magnitude

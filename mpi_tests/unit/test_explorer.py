@@ -9,7 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvd_slim.arena import Arena
 from hvd_slim.explorer import EXPLORERS, CyclicExplorer, Draw, Explorer, GreedyExplorer, RandomExplorer, SharedExplorer
+from hvd_slim.global_model import GlobalModel
 from hvd_slim.rng import raw_words
 
 CPU = torch.device("cpu")
@@ -173,7 +175,11 @@ def test_greedy_takes_the_largest(shape: tuple[int, int], data: st.DataObject) -
 @pytest.mark.parametrize("name", ["greedy", "leader"])
 def test_exact_count_when_the_pending_update_is_not_finite(name: str) -> None:
     """A NaN on one rank must not change the length of its message: the others would wait for bytes that never come."""
-    magnitude = torch.tensor([1.0, float("nan"), 0.5, float("inf"), float("nan"), 2.0])
+    parameter = torch.nn.Parameter(torch.zeros(7))
+    model = GlobalModel(Arena([("w", parameter)]))
+    parameter.data.copy_(torch.tensor([1.0, float("nan"), 0.5, 9.0, float("inf"), float("nan"), 2.0]))
+    magnitude = model.magnitude_everywhere()
+    magnitude[3] = -1.0  # of the core
     positions = made(name, 6, 4).draw(0, 0, magnitude).positions
     assert positions.shape == (4,)
     assert {1, 3, 4} <= set(positions.tolist())
@@ -250,7 +256,7 @@ def test_every_position_is_equally_likely_to_be_shared(monkeypatch: pytest.Monke
 def test_the_statistics_notice_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the rotation, members of shorter strata are drawn more often: 1/2 against 1/3 for m = 7, count = 3."""
     explorer = RandomExplorer(7, 3, 20, 4, CPU)
-    monkeypatch.setattr(explorer, "_shift", lambda number, rank: 0)
+    monkeypatch.setattr(explorer, "_shift_of", lambda word: 0)
     inside, taken = count_draws(explorer)
     assert chi_square_probability(taken) < FALSE_ALARM
     assert chernoff_probability(inside, 3) < FALSE_ALARM
