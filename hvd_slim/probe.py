@@ -36,8 +36,8 @@ _ALIKE, _MOST_CALLS = 1.1, 30  # ratio of two times that confirm each other; and
 def measure(transport: Transport, arena: Arena, config: SlimConfig) -> Network:
     """What this run's collectives and own work cost, the same on all ranks. Collective.
 
-    Takes half a second to two on a fast network and up to five at 50 Mbit/s or with more ranks than cores; the bytes
-    are counted under "probe". Live parameters are not touched.
+    Takes a second or two on a fast network and up to five at 50 Mbit/s or with more ranks than cores; the bytes are
+    counted under "probe". Live parameters are not touched.
 
     Args:
         transport: of the run, at least two ranks.
@@ -47,7 +47,8 @@ def measure(transport: Transport, arena: Arena, config: SlimConfig) -> Network:
     links = _measure_collectives(transport, arena, _kinds_used(config))
 
     def timed(action: Callable[[], float], alone: bool) -> float:
-        return _seconds(transport, action if not alone or transport.rank == 0 else lambda: 0.0, arena.device)[0]
+        mine = action if not alone or transport.rank == 0 else lambda: 0.0
+        return _seconds(transport, mine, arena.device, _FEW)[0]
 
     work = rehearse(arena, config, transport.size, timed)
     # A kind that these settings hardly need was not measured.
