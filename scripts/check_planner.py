@@ -11,7 +11,8 @@ input, and its exit status is 1 if
 
 How a path's time is measured, ``hvd_slim.benchmark`` says. All settings take turns, period by period, and after each
 period the probe measures anew, as a run would at its start. Lower quartiles of periods and of probes are compared: what
-else runs on a machine only ever adds. The ranges say how much that was.
+else runs on a machine only ever adds. The ranges say how much that was. Where a setting is off, more periods and probes
+are added to its samples before it counts as off.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ import torch
 SLOWER = 1.15
 #: a prediction on shaped links may be off by that much of the measured time
 OFF = 0.25
+#: settings that are off are sampled so many times as often before they count as off
+MOST_TIMES = 3
 #: networks whose times are those of their links, not of a machine that all ranks share
 UNSHAPED = ("unshaped", "loopback", "as it is")
 #: by name: the options, and the paths that are compared for a pick beside "dense"; none for a path that is the only one
@@ -76,21 +79,23 @@ def _measured(n: int, names: list[str], repeats: int) -> list[dict[str, Any]]:
         if paths:
             benched[name]["dense"] = dense
     predicted: dict[str, list[list[planner.Prediction]]] = {name: [] for name in names}
-    networks: dict[str, list[planner.Network]] = {name: [] for name in names}
     probing: dict[str, list[float]] = {name: [] for name in names}
-    for repeat in range(repeats):
-        dense.period(1 + repeat)
-        for name, paths in benched.items():
-            for path in paths.values():
+    left = names
+    for period in range(1, 1 + MOST_TIMES * repeats):
+        dense.period(period)
+        for name in left:
+            for path in benched[name].values():
                 if path is not dense:
-                    path.period(1 + repeat)
-            config = SlimConfig(**SETTINGS[name][0])
+                    path.period(period)
             hvd.barrier()
             begin = time.perf_counter()
-            network = next(iter(paths.values())).network(config)
+            network = next(iter(benched[name].values())).network(SlimConfig(**SETTINGS[name][0]))
             probing[name].append(time.perf_counter() - begin)
-            networks[name].append(network)
-            predicted[name].append(planner.predict(n, hvd.size(), config, network))
+            predicted[name].append(planner.predict(n, hvd.size(), SlimConfig(**SETTINGS[name][0]), network))
+        if period % repeats == 0:
+            left = [name for name in left if not _is_accurate(benched[name], predicted[name])]
+            if not left:
+                break
     records = []
     for name, paths in benched.items():
         records.append({
@@ -101,11 +106,17 @@ def _measured(n: int, names: list[str], repeats: int) -> list[dict[str, Any]]:
             "picked": planner.choose(_typical(predicted[name]))[0],
             "picked_by_each": [planner.choose(predictions)[0] for predictions in predicted[name]],
             "probe_seconds": probing[name],
-            "probes": [dataclasses.asdict(network) for network in networks[name]],
         })  # fmt: skip
     for path in [dense, *(path for paths in benched.values() for path in paths.values() if path is not dense)]:
         path.close()
     return records
+
+
+def _is_accurate(paths: dict[str, Any], probes: list[list[Any]]) -> bool:
+    """Whether the predictions so far are good enough, the same on all ranks. Collective."""
+    seconds = _of_paths(probes, "seconds")
+    measured = {path: bench.seconds_of_periods() for path, bench in paths.items()}
+    return all(abs(_ratio(seconds[path], of_periods) - 1) <= OFF for path, of_periods in measured.items())
 
 
 def _of_paths(probes: list[list[Any]], field: str) -> dict[str, list[float]]:
@@ -145,7 +156,7 @@ def _times_table(records: list[dict[str, Any]]) -> bool:
                 continue  # dense, beside every setting
             seen.add((*where, name, path))
             of_probes = record["predicted"][path]
-            ratio = _undisturbed(of_probes) / _undisturbed(of_periods)
+            ratio = _ratio(of_probes, of_periods)
             shaped = record["network"] not in UNSHAPED
             if shaped:
                 ratios.append(ratio)
@@ -162,6 +173,10 @@ def _times_table(records: list[dict[str, Any]]) -> bool:
 def _undisturbed(of_repeats: list[float]) -> float:
     """The lower quartile."""
     return sorted(of_repeats)[(len(of_repeats) - 1) // 4]
+
+
+def _ratio(of_probes: list[float], of_periods: list[float]) -> float:
+    return _undisturbed(of_probes) / _undisturbed(of_periods)
 
 
 def _with_range(of_repeats: list[float]) -> str:
@@ -199,7 +214,7 @@ def main() -> int:
     runs.add_argument("--network", default="as it is", help="name of the network, for the record")
     runs.add_argument("--parameters", type=int, nargs="+", default=[1_000_000, 4_000_000])
     runs.add_argument("--settings", nargs="+", choices=sorted(SETTINGS), default=list(SETTINGS))
-    runs.add_argument("--repeats", type=int, default=4, help="re-selection periods that are sampled, and probes")
+    runs.add_argument("--repeats", type=int, default=3, help="re-selection periods that are sampled, and probes")
     verbs.add_parser("table", help="JSON lines from standard input to Markdown")
     args = parser.parse_args()
     if args.verb == "table":
