@@ -22,6 +22,7 @@ Named = list[tuple[str, torch.nn.Parameter]]
 
 _TENSORS = 20
 _PLAIN_ROUNDS = 2  # after each that chooses a core
+_ALIKE_ROUNDS = 3  # where none differs from another
 
 
 def stand_in(n: int) -> Named:
@@ -52,6 +53,8 @@ class BenchedSetting:
         self._transport = make_transport(config, name, None)
         self._synchronizer = Synchronizer(config, self._transport, restore_norm=False)
         self._synchronizer.before_step(parameters)
+        # Dense rounds are all alike, and so are those of which each chooses a core.
+        self._alike = config.exchange == "dense" or config.reselect_every == 1
         self._seconds: dict[str, list[float]] = {"selecting": [], "plain": []}
         self._bytes: dict[str, list[float]] = {"selecting": [], "plain": []}
         self.period(0)  # which does not count
@@ -59,9 +62,7 @@ class BenchedSetting:
     def period(self, number: int) -> None:
         """A few rounds from the beginning of re-selection period ``number``. Collective."""
         self._synchronizer.rounds = number * self.config.reselect_every
-        # Dense rounds are all alike, and so are those of which each chooses a core.
-        alike = self.config.exchange == "dense" or self.config.reselect_every == 1
-        for kind in ["selecting"] if alike else ["selecting"] + ["plain"] * _PLAIN_ROUNDS:
+        for kind in ["selecting"] * _ALIKE_ROUNDS if self._alike else ["selecting"] + ["plain"] * _PLAIN_ROUNDS:
             seconds, sent = self._round()
             if number:
                 self._seconds[kind].append(seconds)
@@ -84,6 +85,23 @@ class BenchedSetting:
         """Of one round, the mean over a re-selection period. Collective."""
         return self._mean(self._seconds, "seconds", max, statistics.median)
 
+    def seconds_of_periods(self) -> list[float]:
+        """Of one round, the mean over each of the periods so far. Collective."""
+        hvd = horovod_module.require()
+        of_kind = {}
+        for kind, values in self._seconds.items():
+            if values:
+                rounds = zip(*hvd.allgather_object(values, name=f"{self.name}.periods.{kind}"))
+                of_kind[kind] = [max(of_round) for of_round in rounds]
+        if self._alike:
+            return [statistics.median(period) for period in zip(*[iter(of_kind["selecting"])] * _ALIKE_ROUNDS)]
+        q = self.config.reselect_every
+        plain = zip(*[iter(of_kind["plain"])] * _PLAIN_ROUNDS)
+        return [
+            (selecting + (q - 1) * statistics.fmean(others)) / q
+            for selecting, others in zip(of_kind["selecting"], plain)
+        ]
+
     def bytes_sent(self) -> float:
         """Of one round by each rank, the mean over ranks and over a re-selection period. Collective."""
         return self._mean(self._bytes, "bytes", statistics.fmean, statistics.fmean)
@@ -101,10 +119,14 @@ class BenchedSetting:
         q = self.config.reselect_every
         return (means["selecting"] + (q - 1) * means.get("plain", means["selecting"])) / q
 
-    def network(self) -> Network:
-        """What collectives and a rank's own work cost here, as a run with this setting would find. Collective."""
+    def network(self, config: SlimConfig | None = None) -> Network:
+        """What collectives and a rank's own work cost here, as a run with this setting would find. Collective.
+
+        Args:
+            config: find it for these settings instead.
+        """
         horovod_module.require().barrier()
-        return measure(self._transport, Arena(self._parameters), self.config)
+        return measure(self._transport, Arena(self._parameters), config or self.config)
 
     def close(self) -> None:
         """Give back threads and communicators. Not collective."""

@@ -55,14 +55,23 @@ class Explorer(abc.ABC):
     by_pending_update = False
 
     def __init__(self, population: int, count: int, seed: int, size: int, device: torch.device) -> None:
-        if not 0 <= count <= population:
-            raise ValueError(f"cannot draw {count} distinct coordinates out of {population}")
+        self.check(population, count)
         self.population, self.count, self.seed, self.size, self.device = (population, count, seed, size, device)
 
     @classmethod
     def nbytes_of(cls, run: int, population: int, count: int) -> int:
         """Bytes of the indices of ``run`` consecutive positions of a set of ``count``."""
         return 0
+
+    @classmethod
+    def check(cls, population: int, count: int) -> None:
+        """Refuse what cannot be explored: ``count`` of ``population`` positions.
+
+        Raises:
+            ValueError: it is refused; the message says what to change.
+        """
+        if not 0 <= count <= population:
+            raise ValueError(f"cannot draw {count} distinct coordinates out of {population}")
 
     def index_nbytes(self, run: int) -> int:
         """Bytes of the indices of ``run`` consecutive positions."""
@@ -97,16 +106,22 @@ class _Stratified(Explorer):
         super().__init__(population, count, seed, size, device)
         bounds = (np.arange(count + 1, dtype=np.int64) * population) // max(count, 1)
         self._longest = int(np.diff(bounds).max(initial=0))
-        if self._longest > torch.iinfo(torch.int32).max:
-            raise ValueError(
-                f"a stratum of {self._longest} coordinates does not fit a four-byte offset; raise comm_fraction or "
-                f"lower core_fraction so that more than {count} of {population} coordinates are explored"
-            )
         self._lengths = np.diff(bounds).astype(np.uint32)
         # start + offset + shift stays below 2m.
         self._position_dtype = torch.int32 if 2 * population <= torch.iinfo(torch.int32).max else torch.int64
         self._bounds = torch.from_numpy(bounds).to(device, self._position_dtype)
         self._starts = self._bounds[:-1]
+
+    @classmethod
+    def check(cls, population: int, count: int) -> None:
+        """Refuse also strata whose offsets do not fit."""
+        super().check(population, count)
+        longest = -(-population // count) if count else 0
+        if longest > torch.iinfo(torch.int32).max:
+            raise ValueError(
+                f"a stratum of {longest} coordinates does not fit a four-byte offset; raise comm_fraction or "
+                f"lower core_fraction so that more than {count} of {population} coordinates are explored"
+            )
 
     def _rotated(self, strata_starts: torch.Tensor, offsets: torch.Tensor, shift: int) -> torch.Tensor:
         positions = strata_starts + offsets.to(self._position_dtype)

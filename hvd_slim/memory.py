@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from hvd_slim.chunks import index_dtype
-from hvd_slim.config import SlimConfig
+from hvd_slim.config import SHARED_EXPLORERS, SlimConfig
 from hvd_slim.explorer import EXPLORERS
 from hvd_slim.global_model import global_model_itemsize
 from hvd_slim.values import make_codec
 from hvd_slim.wire import PairFormat, aligned
 
 #: parameters on which own work is tried out before a path is chosen; in larger vectors one costs no more
-PROBED = 2**24
+PROBED = 2**22
+#: ranks that are made up for it at most, on the path where each costs memory
+REHEARSED_RANKS = 8
 #: bytes that fill a processor's caches between two tries of a measurement
 SWEPT = 2**25
 #: of scores, up to which a k-th largest is searched among all of them; beyond, a sample of up to half as many is sorted
@@ -47,7 +51,8 @@ def extra_memory(n: int, ranks: int, path: str, config: SlimConfig, dtype: torch
         alltoall round      2M(e) + (3i+1+v)·e + max(S(c), S(e), (i+3p)·e, (i+2p)·e + (4i+7v)·e/K)
         allreduce round     2i·e + S(max(c, e))
 
-    and with exchange="auto" at least what measuring takes: 32 MiB and 5v·n, 7v·n for n ≤ 2^18, where n counts to 2^24.
+    and with exchange="auto" at least what measuring takes: 32 MiB, 2p·n and the bound of whichever path it may take,
+    where n counts to 2^22 and, with allgather, K to 8.
 
     With ``overlap``, what was pending at the launch, and what was learned since, are kept beside: 2v·m + (2v+i)·e for m
     = c values (allreduce: c+e; dense: n), and what a round receives until it is merged.
@@ -75,6 +80,7 @@ class _Memory:
         self.n, self.ranks, self.path, self.config = n, ranks, path, config
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         self.codec = make_codec(config.value_dtype, wide, config.rounding, config.seed)
+        self.dtype = dtype
         self.p, self.g = dtype.itemsize, global_model_itemsize(dtype)
         self.v, self.i = wide.itemsize, index_dtype(n).itemsize
         linear = config.warmup_rounds and config.warmup == "linear"
@@ -103,7 +109,15 @@ class _Memory:
         return 2 * self.v * self.reduced + (2 * self.v + self.i) * self.e + (received if self.e else 0)
 
     def _measuring(self) -> float:
-        return SWEPT + (7 if self.n <= _SEARCHED_WHOLE else 5) * self.v * min(self.n, PROBED)
+        n = min(self.n, PROBED)
+        paths = ("allreduce",) if self.config.explorer in SHARED_EXPLORERS else ("allgather", "alltoall")
+        config = dataclasses.replace(self.config, warmup_rounds=0)
+        bounds = []
+        for path in (*paths, "dense"):
+            ranks = min(self.ranks, REHEARSED_RANKS) if path == "allgather" else self.ranks
+            named = dataclasses.replace(config, exchange=path)
+            bounds.append(_Memory(n, ranks, path, named, self.dtype).bound())
+        return SWEPT + 2 * self.p * n + max(bounds)
 
     def _small(self) -> float:
         work = 0 if self.codec.exact else 8 * min(self.n, _CODEC_CHUNK)

@@ -1,9 +1,9 @@
 """The cost model: what a round sends on each path, how long it takes, and which path to take. Needs no Horovod.
 
 A round's time is that of its collectives, one after the other, and of the rank's own work. A collective takes what
-``Link`` says; own work is counted in units that a machine measures once (``Network``). Rounds that choose a new
-core or resync are rarer and dearer; what is predicted is the mean over all rounds, long after the start. What
-``overlap`` hides depends on the time of a training step, which nothing here knows: it changes no prediction.
+``Link`` says, own work what was measured or is reckoned on paper (``own_work``). Rounds that choose a new
+core or resync are rarer and dearer; what is predicted is the mean over all rounds, long after the start. How much
+of it ``overlap`` hides depends on the time of a training step: ``Prediction.step_seconds`` reckons with both.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import bisect
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -19,6 +20,7 @@ from hvd_slim.config import SHARED_EXPLORERS, SlimConfig
 from hvd_slim.explorer import EXPLORERS
 from hvd_slim.global_model import global_model_itemsize
 from hvd_slim.memory import extra_memory
+from hvd_slim.own_work import Paper, Work
 from hvd_slim.sets import set_nbytes
 from hvd_slim.values import make_codec
 from hvd_slim.wire import PairFormat, aligned
@@ -72,11 +74,7 @@ class Network:
         allreduce, allgather, alltoall, broadcast: each kind of collective.
         hop: seconds added for each message that a rank sends after the other in a collective; 0 where the collectives
             were measured with as many ranks as are predicted.
-        stream: seconds a parameter to work out and merge a pending update of everything.
-        touch: seconds a coordinate to do the same on a set of coordinates; and ``trip`` seconds for each set.
-        draw: seconds a coordinate to find an explorer set.
-        scan: seconds a parameter to find the coordinates where something is largest.
-        code: seconds a value to write and read it in narrow form.
+        work: a rank's own.
     """
 
     allreduce: Link
@@ -84,12 +82,7 @@ class Network:
     alltoall: Link
     broadcast: Link
     hop: float = 0.0
-    stream: float = 4e-9
-    touch: float = 13e-9
-    trip: float = 2e-4
-    draw: float = 10e-9
-    scan: float = 4e-9
-    code: float = 2e-9
+    work: Work = Paper()
 
     @classmethod
     def uniform(cls, bandwidth: float, latency: float = 50e-6, hop: float = 5e-6, **work: float) -> Network:
@@ -97,10 +90,10 @@ class Network:
 
         Args:
             latency, hop: seconds for a collective, and for each message in it.
-            work: ``stream``, ``touch``, ``trip``, ``draw``, ``scan``, ``code``; by default those of one core of 2020's.
+            work: of ``Paper``; by default those of one core of 2020's.
         """
         link = Link.of(latency, bandwidth)
-        return cls(link, link, link, link, hop, **work)
+        return cls(link, link, link, link, hop, Paper(**work))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +108,8 @@ class Prediction:
         work_seconds: the part of it that is the rank's own work.
         collectives: how many a round.
         extra_memory: bytes each rank needs beyond model, gradients and optimizer state; an upper bound.
+        hideable_seconds: the part of ``seconds`` that passes while the next step is computed if ``overlap`` is on and
+            the step is that long; see ``step_seconds``.
     """
 
     path: str
@@ -124,6 +119,20 @@ class Prediction:
     work_seconds: float
     collectives: float
     extra_memory: int
+    hideable_seconds: float = 0.0
+
+    def step_seconds(self, compute: float, local_steps: int = 1, overlap: bool = False) -> float:
+        """Seconds of a step, exchange included, the mean over steps.
+
+        With ``overlap`` what is launched after a step travels while the next is computed: the longer of the two
+        counts. A rank's own work, and what can only be sent once something has arrived, hide behind nothing.
+
+        Args:
+            compute: seconds of a step without exchange.
+            local_steps: steps a round.
+        """
+        hidden = min(self.hideable_seconds, compute) if overlap else 0.0
+        return compute + (self.seconds - hidden) / local_steps
 
 
 def allowed_paths(config: SlimConfig, n: int) -> tuple[str, ...]:
@@ -149,7 +158,8 @@ def predict(
         dtype: of the parameters, real: a complex parameter counts as two real ones.
 
     Raises:
-        ValueError: ``n`` or ``ranks`` is too small or no whole number, or ``dtype`` not one of them.
+        ValueError: ``n`` or ``ranks`` is too small or no whole number, ``dtype`` not one of them, or an explorer
+            cannot find its way with so few of so many coordinates.
     """
     if not dtype.is_floating_point or dtype.itemsize < 2:
         raise ValueError(f"dtype={dtype} is none of float16, bfloat16, float32 and float64; count real coordinates")
@@ -157,8 +167,10 @@ def predict(
         raise ValueError(f"n={n!r}, ranks={ranks!r}: give whole numbers")
     if n < 1 or ranks < 2:
         raise ValueError(f"n={n!r}, ranks={ranks!r}: a prediction needs at least one parameter and two ranks")
-    model = _CostModel(n, ranks, config, network, dtype)
-    return sorted((model.prediction(path) for path in allowed_paths(config, n)), key=lambda path: path.seconds)
+    model, paths = _CostModel(n, ranks, config, network, dtype), allowed_paths(config, n)
+    if paths != ("dense",):
+        EXPLORERS[config.explorer].check(n - model.core, model.explored)
+    return sorted((model.prediction(path) for path in paths), key=lambda path: path.seconds)
 
 
 def choose(predictions: Sequence[Prediction]) -> tuple[str, str]:
@@ -186,6 +198,20 @@ def _described(prediction: Prediction) -> str:
     return f"{prediction.path} {prediction.seconds * 1e3:.3g} ms a round, {own}"
 
 
+class _Collective(NamedTuple):
+    """One of a round.
+
+    Attributes:
+        nbytes: that each rank sends.
+        seconds: it takes.
+        late: whether it can only be launched once another has arrived.
+    """
+
+    nbytes: float
+    seconds: float
+    late: bool = False
+
+
 class _CostModel:
     """Bytes as the exchanges count them; seconds as the network tells."""
 
@@ -202,22 +228,26 @@ class _CostModel:
 
     def prediction(self, path: str) -> Prediction:
         """The mean round of ``path``."""
+        own = self.network.work.of_path(path, self.n, self.ranks, self.config)
         if path == "dense":
-            parts = [(1.0, self._reduction(self.n, self.codec.exact), self._dense_work(self.codec.exact))]
+            parts = [(1.0, self._reduction(self.n, self.codec.exact), own.usual)]
         else:
             resyncs, selections = self._resyncs(path), 1 / self.config.reselect_every
             parts = [
-                (1 - resyncs, self._slim(path), self._slim_work(path)),
-                (resyncs, self._everything(path), self._dense_work(True, path)),
-                (selections, [self._broadcast(set_nbytes(self.core, self.n))], self._selection_work()),
+                (1 - resyncs, self._slim(path), own.usual),
+                (resyncs, self._everything(path), own.everything),
+                (selections, [self._broadcast(set_nbytes(self.core, self.n))], own.selection),
             ]
-        sent = sum(weight * nbytes for weight, collectives, _ in parts for nbytes, _ in collectives)
-        waited = sum(weight * seconds for weight, collectives, _ in parts for _, seconds in collectives)
+        weighted = [(weight, collective) for weight, collectives, _ in parts for collective in collectives]
+        sent = sum(weight * collective.nbytes for weight, collective in weighted)
+        waited = sum(weight * collective.seconds for weight, collective in weighted)
         work = sum(weight * seconds for weight, _, seconds in parts)
+        # Re-selection and resync are waited for at once.
+        usual, collectives, _ = parts[0]
+        hideable = usual * sum(collective.seconds for collective in collectives if not collective.late)
         return Prediction(
-            path, sent, sent / self.dense_bytes, waited + work, work,
-            sum(weight * len(collectives) for weight, collectives, _ in parts),
-            extra_memory(self.n, self.ranks, path, self.config, self.dtype),
+            path, sent, sent / self.dense_bytes, waited + work, work, sum(weight for weight, _ in weighted),
+            extra_memory(self.n, self.ranks, path, self.config, self.dtype), hideable,
         )  # fmt: skip
 
     def _resyncs(self, path: str) -> float:
@@ -230,36 +260,36 @@ class _CostModel:
         both = asked / reselect if math.gcd(every, reselect) == 1 else 0.0
         return asked + 1 / reselect - both
 
-    # Collectives: (bytes sent, seconds) ------------------------------------------------------------------------------
+    # Collectives -----------------------------------------------------------------------------------------------------
 
-    def _allreduce(self, nbytes: float) -> tuple[float, float]:
+    def _allreduce(self, nbytes: float) -> _Collective:
         sent = 2 * self.share * nbytes
-        return sent, self.network.allreduce.seconds(sent) + 2 * self._doublings * self.network.hop
+        return _Collective(sent, self.network.allreduce.seconds(sent) + 2 * self._doublings * self.network.hop)
 
-    def _allgather(self, nbytes: float) -> tuple[float, float]:
+    def _allgather(self, nbytes: float) -> _Collective:
         sent = (self.ranks - 1) * nbytes
-        return sent, self.network.allgather.seconds(sent) + self._doublings * self.network.hop
+        return _Collective(sent, self.network.allgather.seconds(sent) + self._doublings * self.network.hop)
 
-    def _alltoall(self, nbytes_to_each: float) -> tuple[float, float]:
+    def _alltoall(self, nbytes_to_each: float) -> _Collective:
         sent = (self.ranks - 1) * nbytes_to_each
-        return sent, self.network.alltoall.seconds(sent) + (self.ranks - 1) * self.network.hop
+        return _Collective(sent, self.network.alltoall.seconds(sent) + (self.ranks - 1) * self.network.hop)
 
-    def _broadcast(self, nbytes: float) -> tuple[float, float]:
+    def _broadcast(self, nbytes: float) -> _Collective:
         sent = self.share * nbytes
-        return sent, self.network.broadcast.seconds(sent) + self._doublings * self.network.hop
+        return _Collective(sent, self.network.broadcast.seconds(sent) + self._doublings * self.network.hop)
 
     @property
     def _doublings(self) -> float:
         return math.log2(self.ranks)
 
-    def _reduction(self, count: int, exact: bool) -> list[tuple[float, float]]:
+    def _reduction(self, count: int, exact: bool) -> list[_Collective]:
         """The mean of ``count`` values."""
         if exact:
             return [self._allreduce((count + _RIDERS) * self.wide.itemsize)]
         nbytes = aligned(self.codec.nbytes(-(-count // self.ranks)))
-        return [self._alltoall(nbytes + _RIDER_BYTES), self._allgather(nbytes)]
+        return [self._alltoall(nbytes + _RIDER_BYTES), self._allgather(nbytes)._replace(late=True)]
 
-    def _everything(self, path: str) -> list[tuple[float, float]]:
+    def _everything(self, path: str) -> list[_Collective]:
         """A dense exchange at full width."""
         if path != "alltoall":
             return self._reduction(self.n, exact=True)
@@ -269,13 +299,14 @@ class _CostModel:
             self._allgather(aligned(math.ceil(owned) * global_model_itemsize(self.dtype))),
         ]  # fmt: skip
 
-    def _slim(self, path: str) -> list[tuple[float, float]]:
+    def _slim(self, path: str) -> list[_Collective]:
         """One slim round."""
         ranks, explored, exact = self.ranks, self.explored, self.codec.exact
         pairs = PairFormat(self.codec, self._index_nbytes)
         if path == "allreduce":
             collectives = self._reduction(self.core + explored, exact)
             if self.config.explorer == "leader" and explored:
+                # With ``overlap`` the set is told a round ahead, while the round before travels.
                 collectives.append(self._broadcast(self._index_nbytes(explored)))
             return collectives
         collectives = self._reduction(self.core, exact)
@@ -284,40 +315,5 @@ class _CostModel:
         elif explored:
             to_each = -(-explored // ranks)
             collectives.append(self._alltoall(pairs.nbytes(to_each)))
-            collectives.append(self._alltoall(aligned(to_each * self.dtype.itemsize)))
+            collectives.append(self._alltoall(aligned(to_each * self.dtype.itemsize))._replace(late=True))
         return collectives
-
-    # A rank's own work: seconds --------------------------------------------------------------------------------------
-
-    def _trips(self, number: float, coordinates: float) -> float:
-        """Pending updates worked out and merged, of so many sets with so many coordinates in all."""
-        return number * self.network.trip + coordinates * self.network.touch
-
-    def _dense_work(self, exact: bool, path: str = "dense") -> float:
-        passes = 1 if exact else 2
-        if path == "alltoall":
-            passes = 2  # to the owner, and what the owners say
-        return self._look_through() + self.n * (passes * self.network.stream + (0 if exact else 2 * self.network.code))
-
-    def _slim_work(self, path: str) -> float:
-        network, core, explored, ranks = self.network, self.core, self.explored, self.ranks
-        code = 0.0 if self.codec.exact else network.code
-        greatest = self.config.explorer in ("greedy", "leader")
-        work = self._look_through() + (core * 2 + explored) * code
-        work += network.scan * self.n if greatest else network.draw * explored
-        if path == "allreduce":
-            return work + self._trips(2, core + explored) + explored * code
-        if path == "allgather":
-            # What others send is found again, and merged into w̄ and into the live parameters.
-            others = (ranks - 1) * explored
-            return work + self._trips(1 + ranks, core + explored + others) + others * (network.draw + code)
-        # What was pushed is found again, merged, read for the reply; the reply is merged.
-        return work + self._trips(4 + ranks, core + 2 * explored) + explored * code
-
-    def _look_through(self) -> float:
-        """Whether all is finite: one reading of the parameters."""
-        return self.n * self.network.stream / 5 if self.config.on_nonfinite == "raise" else 0.0
-
-    def _selection_work(self) -> float:
-        """Choosing a core, on one rank for which all wait; then everybody looks it up."""
-        return self.network.trip + self.n * (self.network.scan + 2 * self.network.stream)

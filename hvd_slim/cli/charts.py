@@ -53,17 +53,24 @@ def write(draw: Draw, path: str | Path) -> None:
 
 
 def draw_plan(plan: Plan, file: Any, form: str) -> None:
-    """Milliseconds a round on the left, megabytes on the right, one bar a setting, plain Horovod as a line."""
+    """Milliseconds a round on the left, megabytes on the right, one bar a setting, plain Horovod as a line.
+
+    What ``overlap`` hides is shown where the plan knows how long a step is.
+    """
     plt = require()
     rows = plan.rows[::-1]
     figure, (times, traffic) = plt.subplots(
         1, 2, figsize=(11, 1.6 + 0.34 * len(rows)), sharey=True, layout="constrained"
     )
     names = [", ".join(part for part in described(row.config) if part != "-") for row in rows]
-    collectives = [1e3 * (row.prediction.seconds - row.prediction.work_seconds) for row in rows]
     work = [1e3 * row.prediction.work_seconds for row in rows]
-    times.barh(names, collectives, color=BLUE, label="collectives")
-    times.barh(names, work, left=collectives, color=ORANGE, label="a rank's own work")
+    hidden = [1e3 * min(row.prediction.hideable_seconds, plan.step_time) for row in rows]
+    waited = [1e3 * row.prediction.seconds - own - other for row, own, other in zip(rows, work, hidden)]
+    times.barh(names, work, color=ORANGE, label="own work")
+    times.barh(names, waited, left=work, color=BLUE, label="collectives")
+    if plan.step_time:
+        left = [own + other for own, other in zip(work, waited)]
+        times.barh(names, hidden, left=left, color=SKY, label="hidden by overlap=True")
     times.axvline(1e3 * plan.horovod_seconds, color="black", linestyle="--", label="plain Horovod's exchange")
     times.set_xlabel("time of a round (ms)")
     traffic.barh(names, [row.prediction.bytes_sent / 1e6 for row in rows], color=GREEN, label="sent by each rank")
@@ -73,7 +80,7 @@ def draw_plan(plan: Plan, file: Any, form: str) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="x", alpha=0.3)
         axes.set_axisbelow(True)
-        axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, 1.14), ncols=3)
+        axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, 1.14), ncols=4)
         # A setting that is far worse than all others would squeeze these into nothing.
         longest = sorted(bar.get_x() + bar.get_width() for bar in axes.patches)
         if longest[-1] > 8 * longest[len(longest) // 2]:

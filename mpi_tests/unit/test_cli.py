@@ -178,6 +178,30 @@ def test_plans_speedup_is_that_of_a_step(capsys: pytest.CaptureFixture[str]) -> 
         assert row["speedup_hidden"] == pytest.approx(max(0.03, plain) / step)
 
 
+def test_plans_steps_with_overlap(capsys: pytest.CaptureFixture[str]) -> None:
+    """The longer of computation and collectives, and own work that hides behind nothing."""
+    for milliseconds in (5, 500):
+        rare = ["--explorer", "shared", "--reselect-every", "1000000"]
+        plan = planned(capsys, "--step-time", f"{milliseconds}ms", *rare)
+        compute = milliseconds / 1e3
+        rows, plain = plan["settings"], plan["horovod_seconds"]
+        assert isinstance(rows, list)
+        assert isinstance(plain, float)
+        for row in rows:
+            travelling = row["seconds"] - row["work_seconds"]
+            step = max(compute, travelling) + row["work_seconds"]
+            assert row["overlap_seconds"] == pytest.approx(step, rel=1e-3)
+            assert row["speedup_overlap"] == pytest.approx(max(compute, plain) / row["overlap_seconds"])
+
+
+def test_plan_shows_overlap_where_it_knows_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for more, shown in (([], False), (["--step-time", "100ms"], True)):
+        chart = tmp_path / "plan.svg"
+        assert cli.main([*PLAN, *more, "--explorer", "shared", "--chart", str(chart)]) == cli.OK
+        assert ("overlap, ms" in capsys.readouterr().out) == shown
+        assert ("hidden by overlap=True" in chart.read_text()) == shown
+
+
 @pytest.mark.parametrize(
     ("bandwidth", "more", "verdict"),
     [
@@ -185,6 +209,7 @@ def test_plans_speedup_is_that_of_a_step(capsys: pytest.CaptureFixture[str]) -> 
         ("1gbit", ["--step-time", "10s", "--explorer", "shared"], "not worth it"),
         ("1gbit", [], "perhaps"),
         ("1gbit", ["--step-time", "100ms", "--explorer", "shared"], "perhaps"),
+        ("1gbit", ["--step-time", "80ms", "--explorer", "shared"], "worth it with overlap=True"),
         ("100gbit", [], "not worth it"),
     ],
 )

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from hvd_slim import probe
 from hvd_slim.arena import Arena
 from hvd_slim.config import EXPLORERS, SHARED_EXPLORERS, SlimConfig
 from hvd_slim.memory import extra_memory
 from hvd_slim.planner import allowed_paths
+from hvd_slim.rehearsal import rehearse
 from hvd_slim.synchronizer import Synchronizer
 from hvd_slim.transport.base import Transport
 from unit.replay import RecordingTransport, ReplayingTransport, peak_memory
@@ -178,7 +178,7 @@ def test_measuring_takes_no_more(explorer: str, n: int) -> None:
         auto = SlimConfig(explorer=explorer, value_dtype=value_dtype)
         named, _ = Case(auto, n=n).model(0)
         arena = Arena(named)
-        peak = peak_memory(lambda: probe.measure_work(arena, auto, 2))  # noqa: B023
+        peak = peak_memory(lambda: rehearse(arena, auto, 2, lambda action, alone: action()))  # noqa: B023
         assert peak <= min(extra_memory(n, 2, path, auto) for path in allowed_paths(auto, n))
 
 

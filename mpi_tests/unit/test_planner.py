@@ -5,17 +5,22 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import time
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hvd_slim import planner, probe
 from hvd_slim.arena import Arena
 from hvd_slim.config import EXPLORERS, SHARED_EXPLORERS, SlimConfig
+from hvd_slim.explorer import EXPLORERS as EXPLORER_CLASSES
+from hvd_slim.global_model import GlobalModel
+from hvd_slim.own_work import Rehearsed
 from hvd_slim.planner import Link, Network, Prediction, choose, predict
+from hvd_slim.rehearsal import rehearse
 from hvd_slim.synchronizer import Synchronizer
 from hvd_slim.values import VALUE_DTYPES
 from unit.simulated import SimulatedTransport, on_all_ranks
@@ -126,6 +131,13 @@ def test_ratios_of_the_reference_setting() -> None:
     assert allgather[0] < 1 < allgather[4]
 
 
+def predicted(n: int, size: int, config: SlimConfig, network: Network) -> list[Prediction]:
+    """What is predicted for settings that an explorer can follow."""
+    outside, explored = n - config.core_count(n), config.explorer_count(n)
+    assume(config.explorer in ("greedy", "leader") or outside <= explored * (2**31 - 1))
+    return predict(n, size, config, network)
+
+
 # Time ----------------------------------------------------------------------------------------------------------------
 
 
@@ -136,7 +148,7 @@ def test_a_faster_network_is_faster(n: int, size: int, config: SlimConfig, netwo
                                  allgather=network.allgather.scaled(1 / factor),
                                  alltoall=network.alltoall.scaled(1 / factor),
                                  broadcast=network.broadcast.scaled(1 / factor), hop=network.hop / factor)  # fmt: skip
-    before = {prediction.path: prediction for prediction in predict(n, size, config, network)}
+    before = {prediction.path: prediction for prediction in predicted(n, size, config, network)}
     after = {prediction.path: prediction for prediction in predict(n, size, config, faster)}
     for path, prediction in before.items():
         assert after[path].bytes_sent == prediction.bytes_sent
@@ -145,12 +157,66 @@ def test_a_faster_network_is_faster(n: int, size: int, config: SlimConfig, netwo
         assert 0 <= prediction.work_seconds <= prediction.seconds
 
 
+@given(sizes, ranks, configs, networks, st.floats(0, 100), st.integers(1, 10))
+def test_overlap_hides_collectives_as_long_as_a_step(
+    n: int, size: int, config: SlimConfig, network: Network, compute: float, local_steps: int
+) -> None:
+    """Never own work, and never more than is computed meanwhile."""
+    for prediction in predicted(n, size, config, network):
+        waited = prediction.seconds - prediction.work_seconds
+        assert 0 <= prediction.hideable_seconds <= waited * (1 + 1e-9) + 1e-12
+        step = prediction.step_seconds(compute, local_steps)
+        assert step == pytest.approx(compute + prediction.seconds / local_steps)
+        saved = (step - prediction.step_seconds(compute, local_steps, overlap=True)) * local_steps
+        assert saved == pytest.approx(min(prediction.hideable_seconds, compute), abs=1e-9 * step * local_steps)
+
+
+def test_what_overlap_cannot_hide() -> None:
+    """Collectives that answer others wait for them; choosing a core and a resync are waited for at once."""
+    network = Network.uniform(1e6, latency=0.0, hop=0.0, stream=0, touch=0, trip=0, draw=0, scan=0, code=0)
+    hidden = {}
+    settings: list[dict[str, Any]] = [
+        {"explorer": "shared", "exchange": "allreduce"}, {"exchange": "allgather"}, {"exchange": "alltoall"},
+        {"exchange": "dense"}, {"exchange": "dense", "value_dtype": "float16"},
+    ]  # fmt: skip
+    for options in settings:
+        (prediction,) = predict(1_000_000, 4, SlimConfig(reselect_every=10**9, **options), network)
+        hidden[tuple(options.values())] = prediction.hideable_seconds / prediction.seconds
+    for whole in (("shared", "allreduce"), ("allgather",), ("dense",)):
+        assert hidden[whole] == pytest.approx(1.0)
+    core, pushed, answered = 2 * 0.15 * 4, 0.15 * 5, 0.15 * 4
+    assert hidden["alltoall",] == pytest.approx((core + pushed) / (core + pushed + answered), rel=1e-3)
+    assert hidden["dense", "float16"] == pytest.approx(0.5, rel=1e-3)
+    often = SlimConfig(exchange="allgather", reselect_every=2, resync_every=2)
+    (prediction,) = predict(1_000_000, 4, often, network)
+    (usual,) = predict(1_000_000, 4, SlimConfig(exchange="allgather", reselect_every=10**9), network)
+    assert prediction.hideable_seconds == pytest.approx(usual.seconds / 2, rel=1e-3)
+
+
+@pytest.mark.parametrize("explorer", EXPLORERS)
+def test_strata_too_long_are_refused_as_in_a_run(explorer: str) -> None:
+    """With the explorer's own words. Those that choose by pending update have none."""
+    n = 10**10
+    config = SlimConfig(explorer=explorer, comm_fraction=0.5 + 2e-10, core_fraction=0.5)
+    explored = config.explorer_count(n)
+    assert explored == 2
+    if explorer in ("greedy", "leader"):
+        predict(n, 4, config, SLOW)
+        return
+    with pytest.raises(ValueError, match="does not fit a four-byte offset") as run:
+        EXPLORER_CLASSES[explorer](n - config.core_count(n), explored, 0, 4, torch.device("cpu"))
+    with pytest.raises(ValueError, match="does not fit a four-byte offset") as plan:
+        predict(n, 4, config, SLOW)
+    assert str(plan.value) == str(run.value)
+    predict(n, 4, SlimConfig(explorer=explorer, exchange="dense"), SLOW)
+
+
 @given(sizes, ranks, configs, networks)
 def test_predictions_are_in_order_and_the_choice_is_the_first(
     n: int, size: int, config: SlimConfig, network: Network
 ) -> None:
     """Fastest first; a slim path that saves less than 5 % of dense's time is not worth it."""
-    predictions = predict(n, size, config, network)
+    predictions = predicted(n, size, config, network)
     assert {prediction.path for prediction in predictions} == set(planner.allowed_paths(config, n))
     assert [prediction.seconds for prediction in predictions] == sorted(
         prediction.seconds for prediction in predictions
@@ -239,8 +305,34 @@ def test_all_ranks_measure_the_same_network(options: dict[str, Any], monkeypatch
     for link in (first.allreduce, first.allgather, first.alltoall, first.broadcast):
         assert list(link.points) == sorted(link.points)
         assert all(seconds > 0 for _, seconds in link.points)
-    assert min(first.stream, first.trip, first.draw, first.scan) > 0
-    assert (first.code > 0) == (options.get("value_dtype", "float32") != "float32")
+    assert isinstance(first.work, Rehearsed)
+    assert set(first.work.paths) == set(planner.allowed_paths(SlimConfig(**options), 3000))
+    for path, work in first.work.paths.items():
+        assert work.usual > 0
+        assert (work.everything > 0) == (path in ("alltoall", "dense"))
+        assert (work.selection > 0) == (path != "dense")
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options.values()))
+def test_own_work_is_whatever_a_round_does(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round that becomes slower is found to be slower, by as much, on every path; at any number of ranks."""
+    path, arena, calls = options["exchange"], Arena(model(3001, 0)), 0
+    name = "settle_everywhere" if path == "dense" else "settle"
+    settle = getattr(GlobalModel, name)
+
+    def slower(*arguments: Any) -> None:
+        nonlocal calls
+        calls += 1
+        time.sleep(0.02)
+        settle(*arguments)
+
+    monkeypatch.setattr(GlobalModel, name, slower)
+    for size in (2, 3, 13):
+        calls = 0
+        work = rehearse(arena, SlimConfig(**options), size, lambda action, alone: action()).paths[path]
+        rehearsals = 2 if path == "allgather" and size == 13 else 1  # with four ranks and with eight
+        assert calls == rehearsals * (1 if path == "dense" else 2)
+        assert work.usual >= 0.02 * calls / rehearsals
 
 
 def run_with(network: Network, monkeypatch: pytest.MonkeyPatch) -> list[int]:
