@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -157,13 +159,40 @@ class MomentumSGD:
 
 
 def slim(named: Named, optimizer: torch.optim.Optimizer | None = None, process_set: Any = None, **options: Any) -> Any:
-    """A slim optimizer over ``named``: the given one, or plain SGD with learning rate 1/8; allgather by default."""
+    """A slim optimizer over ``named``: the given one, or plain SGD with learning rate 1/8; allgather by default.
+
+    On a busy machine any rank may be late: it is not warned of soon, so that a test sees the warnings that it causes.
+    """
     return hvd.DistributedOptimizer(
         torch.optim.SGD(named.values(), lr=0.125) if optimizer is None else optimizer,
         named_parameters=named.items(),
-        compression=hvd.Compression.slim(**{"exchange": "allgather", **options}),
+        compression=hvd.Compression.slim(**{"exchange": "allgather", "warn_after": 60.0, **options}),
         process_set=process_set,
     )
+
+
+# Ranks that wait for each other without a collective -----------------------------------------------------------------
+
+
+class Signs:
+    """Files by which ranks, all on one machine, tell each other how far they are. Collective to make.
+
+    Args:
+        folder: this rank's own; rank 0's is used.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = Path(hvd.broadcast_object(str(folder), root_rank=0, name="signs"))
+
+    def give(self, what: str) -> None:
+        """This rank's sign, once or again."""
+        (self._folder / f"{what}.{hvd.rank()}").touch()
+
+    def wait_for_others(self, what: str) -> None:
+        """Until all other ranks have given theirs; for ever if one does not."""
+        for rank in range(hvd.size()):
+            while rank != hvd.rank() and not (self._folder / f"{what}.{rank}").exists():
+                time.sleep(0.01)
 
 
 # A look at the ranks and inside --------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 import hvd_slim as hvd
 from ranks.support import Named, copies, global_model, identical_on_all_ranks, slim
 
-SECONDS = 20.0  # on a busy machine; Horovod would report a stall after 60
+SECONDS = 50.0  # on a busy machine; Horovod would report a stall after 60
 
 
 def make_model() -> Named:

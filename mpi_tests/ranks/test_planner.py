@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,8 +13,9 @@ import torch
 from torch.nn import Parameter
 
 import hvd_slim as hvd
+from hvd_slim import probe
 from hvd_slim.config import EXPLORERS, SHARED_EXPLORERS
-from hvd_slim.planner import Network, predict
+from hvd_slim.planner import Network, choose, predict
 from ranks.support import Named, Options, copies, gather, set_gradients, slim
 
 alone = pytest.mark.skipif(hvd.size() == 1, reason="one rank exchanges nothing")
@@ -61,28 +64,71 @@ def test_bytes_are_those_counted(options: Options) -> None:
     assert prediction.bytes_sent == pytest.approx(float(gather(np.array([counted])).mean()), rel=0.01)
 
 
+@pytest.fixture
+def measured_as(monkeypatch: pytest.MonkeyPatch) -> Callable[[Network], list[Network]]:
+    """Lets the probe measure, then has the choice made by a network on paper; the list is of what was measured."""
+
+    def install(network: Network) -> list[Network]:
+        measure, measured = probe.measure, list[Network]()
+
+        def measured_and_put_aside(*arguments: Any) -> Network:
+            measured.append(measure(*arguments))
+            return network
+
+        monkeypatch.setattr(probe, "measure", measured_and_put_aside)
+        return measured
+
+    return install
+
+
+FAST, SLOW = Network.uniform(10e9), Network.uniform(1e6)  # bytes a second
+
+
 @alone
 @pytest.mark.parametrize("transport", ["horovod", "mpi"])
-def test_a_small_model_on_one_machine_goes_dense_and_says_why(transport: str, caplog: pytest.LogCaptureFixture) -> None:
-    """CASES 42. One line, on rank 0 alone; the measurement is counted by itself."""
+@pytest.mark.parametrize(
+    ("network", "reason"),
+    [(FAST, "slim would not be faster here"), (SLOW, r"0\.\d+ of dense's bytes, 0\.\d+ of its time")],
+    ids=["fast", "slow"],
+)
+def test_auto_goes_by_the_network_and_says_why(
+    network: Network,
+    reason: str,
+    transport: str,
+    measured_as: Callable[[Network], list[Network]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """CASES 42. One line, on rank 0 alone; the measurement is counted by itself, and is the same on all ranks."""
     if transport == "mpi" and not hvd.mpi_enabled():
         pytest.skip("Horovod does not run on MPI here")
+    measured = measured_as(network)
     caplog.set_level(logging.INFO, "hvd_slim")
     named = model()
     optimizer = slim(named, exchange="auto", transport=transport)
     train(named, optimizer, 0, 3)
+
+    path = path_of(optimizer)
+    expected, why = choose(predict(N, hvd.size(), hvd.Compression.slim(exchange="auto"), network))
+    assert path == expected
+    assert (path == "dense") == (network is FAST)
+    of_rank = hvd.allgather_object((path, measured))
+    assert of_rank == [(path, measured)] * hvd.size()
+    assert len(measured) == 1
     lines = [record.getMessage() for record in caplog.records if "exchange=" in record.getMessage()]
     if hvd.rank() == 0:
-        (line,) = lines
-        assert line.startswith("exchange='dense', slim would not be faster here")
-        assert all(path in line for path in ("allgather", "alltoall", "dense"))
+        assert lines == [why]
+        assert re.match(f"exchange='{path}', {reason}", why), why
+        assert all(other in why for other in ("allgather", "alltoall", "dense")), why
     else:
         assert not lines
-    stats = optimizer.stats()
-    assert path_of(optimizer) == "dense"
-    assert stats["bytes_sent"]["dense"] == pytest.approx(3 * 2 * (hvd.size() - 1) / hvd.size() * N * 4, rel=0.01)
-    assert stats["bytes_sent"]["probe"] > 0
-    assert {phase for phase, sent in stats["bytes_sent"].items() if sent} == {"dense", "probe"}
+
+    sent = {phase: nbytes for phase, nbytes in optimizer.stats()["bytes_sent"].items() if nbytes}
+    assert sent.pop("probe") > 0
+    if path == "dense":
+        assert set(sent) == {"dense"}
+        assert sent["dense"] == pytest.approx(3 * 2 * (hvd.size() - 1) / hvd.size() * N * 4, rel=0.01)
+    else:
+        assert set(sent) >= {"core", "explorer", "select"}
 
 
 @alone

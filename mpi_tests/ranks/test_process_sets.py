@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -151,9 +150,7 @@ def test_who_is_in_none_returns_at_once() -> None:
         assert pickle.loads(pickle.dumps(optimizer)).state_dict()["hvd_slim"]["steps"] == 4
 
     if hvd.rank() == 0:
-        begin = time.monotonic()
-        everything()
-        assert time.monotonic() - begin < 10
+        everything()  # if it waited for the others, which wait for it below, it would for ever
         train(twins, bare, case, 0, range(4))
         assert np.array_equal(flatten(named.values()), flatten(twins.values()))  # it trained by itself
         assert optimizer.stats()["total_bytes_sent"] == 0
