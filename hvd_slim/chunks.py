@@ -45,10 +45,17 @@ def indices_of(mask: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(out)
 
 
-def others(indices: torch.Tensor, n: int) -> torch.Tensor:
-    """The coordinates below ``n`` that are not among ``indices`` (ascending, distinct): ascending, the same dtype."""
-    if native.serves(indices):
-        return native.others(indices, n)
+def others(indices: torch.Tensor, n: int, reuse: torch.Tensor | None = None) -> torch.Tensor:
+    """The coordinates below ``n`` that are not among ``indices`` (ascending, distinct): ascending, the same dtype.
+
+    Args:
+        reuse: what an earlier call has given; may be written over.
+    """
+    if native.serves(indices) and indices.dtype == torch.int32:
+        fits = reuse is not None and (reuse.dtype, reuse.numel()) == (indices.dtype, n - indices.numel())
+        out = reuse if reuse is not None and fits else indices.new_empty(n - indices.numel())
+        native.others(indices, n, out)
+        return out
     marks = torch.ones(n, dtype=torch.bool, device=indices.device)
     return indices_of(marks.index_fill_(0, indices.long(), False))
 
@@ -58,14 +65,6 @@ def take(values: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
     if native.serves(values, at) and values.dtype == at.dtype == torch.int32:
         return native.take(values, at)
     return values.index_select(0, at)
-
-
-def put(values: torch.Tensor, at: torch.Tensor, value: float) -> None:
-    """values[at] = value, floating."""
-    if native.serves(values, at):
-        native.put(values, at, value)
-    else:
-        values.index_fill_(0, at.long(), value)
 
 
 def at_least(values: torch.Tensor, threshold: float) -> torch.Tensor:
@@ -86,10 +85,6 @@ def equal_to(values: torch.Tensor, threshold: float) -> torch.Tensor:
 
 def between(values: torch.Tensor, low: float, high: float) -> tuple[torch.Tensor, int]:
     """(the values in [low, high], how many lie above)."""
-    if native.serves(values):
-        found, over = native.between(values, low, high, values.numel() // 16)
-        if found is not None:
-            return found, over
     if values.device.type != "cpu":
         above = values > high
         return values[(values >= low) & ~above], count_true(above)

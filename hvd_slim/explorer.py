@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -17,7 +18,9 @@ from hvd_slim import native
 from hvd_slim.chunks import chunks
 from hvd_slim.rng import CYCLIC_STREAM, EXPLORER_STREAM, SHARED_STREAM, raw_words
 from hvd_slim.sets import pack_indices, set_nbytes, unpack_indices
-from hvd_slim.significance import top_places
+
+#: given a count, that many positions where the pending update is largest: shape (count,), ascending, ties to the lower
+Largest = Callable[[int], torch.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,12 +85,11 @@ class Explorer(abc.ABC):
         return torch.empty(0, dtype=torch.uint8, device=self.device)
 
     @abc.abstractmethod
-    def draw(self, round_number: int, rank: int, magnitude: torch.Tensor | None = None) -> Draw:
+    def draw(self, round_number: int, rank: int, largest: Largest | None = None) -> Draw:
         """``rank``'s set in ``round_number``.
 
         Args:
-            magnitude: |u_k| at every position, in their order, without NaN, and negative numbers in between, which
-                have no position; float. Only read if ``by_pending_update``.
+            largest: finds so many positions with the largest |u_k|; only asked if ``by_pending_update``.
         """
 
     @abc.abstractmethod
@@ -176,7 +178,7 @@ class RandomExplorer(_Stratified):
         assert draw.indices is not None
         return draw.indices[begin:end].view(torch.uint8) if begin < end else super().pack(draw, begin, end)
 
-    def draw(self, round_number: int, rank: int, magnitude: torch.Tensor | None = None) -> Draw:
+    def draw(self, round_number: int, rank: int, largest: Largest | None = None) -> Draw:
         """``rank``'s set in ``round_number``."""
         words = raw_words(self.seed, self._stream, round_number, rank, 1 + (self.count + 1) // 2)
         bits = words[1:].view(np.uint32)
@@ -218,7 +220,7 @@ class SharedExplorer(RandomExplorer):
         """Nothing travels."""
         return Explorer.pack(self, draw, begin, end)
 
-    def draw(self, round_number: int, rank: int, magnitude: torch.Tensor | None = None) -> Draw:
+    def draw(self, round_number: int, rank: int, largest: Largest | None = None) -> Draw:
         """Everybody's set in ``round_number``, whatever ``rank``."""
         return super().draw(round_number, 0)
 
@@ -238,7 +240,7 @@ class CyclicExplorer(_Stratified):
         self._start_offsets = start_offsets.to(device, self._position_dtype)
         self._length = lengths.to(device, self._position_dtype)
 
-    def draw(self, round_number: int, rank: int, magnitude: torch.Tensor | None = None) -> Draw:
+    def draw(self, round_number: int, rank: int, largest: Largest | None = None) -> Draw:
         """``rank``'s set in ``round_number``."""
         return Draw(self._walked(0, self.count, round_number, rank), None, 0)
 
@@ -268,10 +270,10 @@ class GreedyExplorer(Explorer):
         """The positions themselves."""
         return pack_indices(draw.positions[begin:end], self.population)
 
-    def draw(self, round_number: int, rank: int, magnitude: torch.Tensor | None = None) -> Draw:
+    def draw(self, round_number: int, rank: int, largest: Largest | None = None) -> Draw:
         """``rank``'s set in ``round_number``."""
-        assert magnitude is not None
-        return Draw(top_places(magnitude, self.count), None, 0)
+        assert largest is not None
+        return Draw(largest(self.count), None, 0)
 
     def positions(self, indices: torch.Tensor, first: int, count: int, round_number: int, rank: int) -> torch.Tensor:
         """The set, unpacked."""

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 
 import torch
 
-from hvd_slim import native
 from hvd_slim.arena import Arena, Coordinates, Segment
 
 
@@ -121,15 +120,6 @@ class GlobalModel:
             u = out[segment.start : segment.stop]
             u.copy_(segment.read_all())
             u.sub_(mean)
-        return out
-
-    def magnitude_everywhere(self) -> torch.Tensor:
-        """|u_k| at every coordinate, what is not a number as infinite: shape (n,), value dtype, a new tensor."""
-        out = torch.empty(self.arena.n, dtype=self.arena.value_dtype, device=self.arena.device)
-        if not (self.arena.plain and native.serves(*self.flat)):
-            return self.pending_update_everywhere(out).abs_().nan_to_num_(nan=float("inf"), posinf=float("inf"))
-        for segment, mean in self._views():
-            native.distance(segment.read_all(), mean, out[segment.start : segment.stop])
         return out
 
     def absorb_everywhere(self, change: torch.Tensor) -> None:

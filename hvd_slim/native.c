@@ -160,85 +160,150 @@ void hvd_slim_drawn(
 
 /* Choosing the largest -------------------------------------------------------------------------------------------- */
 
+/* What every coordinate is judged by. It is worked out where it is needed, never stored for all. */
+typedef struct {
+    const segment *segments;
+    int64_t segment_count;
+    const float *mean;             /* w-bar: the score is |live - mean|; if NULL, */
+    const float *const *gradients; /* of each segment, or NULL: |live| / scale + factor * (|gradient| / gradient_scale) */
+    float scale, gradient_scale, factor;
+    const int32_t *outside, *sent; /* ascending: coordinates whose score is -1, and whose score is 0 */
+    int64_t outside_count, sent_count;
+} scores;
+
+typedef struct {
+    int64_t outside, sent; /* how many of the listed coordinates are behind us */
+} cursor;
+
 static inline float known(float score) { return score == score ? score : __builtin_inff(); }
 
-/* score = |weight| / scale + factor * (|gradient| / gradient_scale), NaN as infinity; gradient may be NULL. */
-WIDE void hvd_slim_score(
-    const float *weight, const float *gradient, int64_t n, float scale, float gradient_scale, float factor, float *score)
+static inline void override(
+    const int32_t *at, int64_t count, int64_t *done, int64_t begin, int64_t end, float value, float *out)
 {
-    if (gradient)
+    int64_t i = *done;
+    while (i < count && at[i] < begin)
+        i++;
+    for (; i < count && at[i] < end; i++)
+        out[at[i] - begin] = value;
+    *done = i;
+}
+
+/* Scores of coordinates begin to end, all in segment k; a score that is not a number is infinite. */
+static inline __attribute__((always_inline)) void judge(
+    const scores *s, cursor *c, int64_t k, int64_t begin, int64_t end, float *out)
+{
+    const float *w = s->segments[k].live + (begin - s->segments[k].start);
+    const float *m = s->mean ? s->mean + begin : NULL;
+    const float *g = m || !s->gradients[k] ? NULL : s->gradients[k] + (begin - s->segments[k].start);
+    float scale = s->scale, gradient_scale = s->gradient_scale, factor = s->factor;
+    int64_t n = end - begin;
+    if (m)
         for (int64_t i = 0; i < n; i++)
-            score[i] = known(__builtin_fabsf(weight[i]) / scale + (__builtin_fabsf(gradient[i]) / gradient_scale) * factor);
+            out[i] = known(__builtin_fabsf(w[i] - m[i]));
+    else if (g)
+        for (int64_t i = 0; i < n; i++)
+            out[i] = known(__builtin_fabsf(w[i]) / scale + (__builtin_fabsf(g[i]) / gradient_scale) * factor);
     else
         for (int64_t i = 0; i < n; i++)
-            score[i] = known(__builtin_fabsf(weight[i]) / scale);
+            out[i] = known(__builtin_fabsf(w[i]) / scale);
+    override(s->outside, s->outside_count, &c->outside, begin, end, -1.0f, out);
+    override(s->sent, s->sent_count, &c->sent, begin, end, 0.0f, out);
 }
 
-/* score = |live - mean|, NaN as infinity */
-WIDE void hvd_slim_distance(const float *live, const float *mean, int64_t n, float *score)
-{
-    for (int64_t i = 0; i < n; i++)
-        score[i] = known(__builtin_fabsf(live[i] - mean[i]));
-}
+#define FEW 32 /* scores that are compared at a time; a block holds whole numbers of them */
 
-/* score[at] = value */
-void hvd_slim_put(float *score, const int32_t *at, int64_t count, float value)
+/* FEW bytes of 0 or 1 as bits. */
+static inline __attribute__((always_inline)) uint32_t bits_of(const uint8_t *flags)
 {
-    for (int64_t i = 0; i < count; i++) {
-        FETCH(score, at[i + AHEAD < count ? i + AHEAD : count - 1], 1);
-        score[at[i]] = value;
+    uint32_t bits = 0;
+    for (int j = 0; j < FEW; j += 8) {
+        uint64_t eight;
+        memcpy(&eight, flags + j, 8);
+        bits |= (uint32_t)((eight * 0x0102040810204080u) >> 56) << j; /* byte i is moved to bit 56 + i */
     }
+    return bits;
 }
 
-/* The scores in [low, high] in their order, of which at most `room`; returns how many there are, and how many lie
- * above. */
-WIDE int64_t hvd_slim_between(
-    const float *score, int64_t n, float low, float high, float *out, int64_t room, int64_t *above)
+/* Runs __VA_ARGS__ for every block of scores, in `block`, filled up with NaN to whole FEWs, `length` of them. */
+#define EACH_BLOCK(s, ...)                                                                      \
+    do {                                                                                        \
+        float block[BLOCK];                                                                     \
+        cursor c = {0, 0};                                                                      \
+        for (int64_t k = 0; k < (s)->segment_count; k++)                                        \
+            for (int64_t begin = (s)->segments[k].start; begin < (s)->segments[k].stop; begin += BLOCK) { \
+                int64_t stop = (s)->segments[k].stop;                                           \
+                int64_t end = begin + BLOCK < stop ? begin + BLOCK : stop, length = end - begin; \
+                judge(s, &c, k, begin, end, block);                                             \
+                while (length % FEW)                                                            \
+                    block[length++] = __builtin_nanf("");                                       \
+                __VA_ARGS__                                                                     \
+            }                                                                                   \
+    } while (0)
+
+/* The score of every stride-th coordinate; returns how many. */
+int64_t hvd_slim_sample(const scores *s, int64_t stride, float *out)
 {
-    int64_t found = 0;
-    *above = 0;
-    for (int64_t begin = 0; begin < n; begin += 64) {
-        int64_t end = begin + 64 < n ? begin + 64 : n;
-        int32_t some = 0, over = 0;
-        for (int64_t i = begin; i < end; i++) {
-            some += (score[i] >= low) & (score[i] <= high);
-            over += score[i] > high;
-        }
-        *above += over;
-        for (int64_t i = begin; some && i < end; i++)
-            if (score[i] >= low && score[i] <= high) {
+    int64_t found = 0, next = 0;
+    cursor c = {0, 0};
+    for (int64_t k = 0; k < s->segment_count; k++)
+        for (; next < s->segments[k].stop; next += stride)
+            judge(s, &c, k, next, next + 1, &out[found++]);
+    return found;
+}
+
+/* Every score. */
+WIDE void hvd_slim_scores(const scores *s, float *out)
+{
+    EACH_BLOCK(s, memcpy(out + begin, block, sizeof(float) * (size_t)(end - begin)););
+}
+
+/* The scores in [low, high] in their order, of which at most `room`; returns how many there are,
+ * and how many lie above. */
+WIDE int64_t hvd_slim_between(const scores *s, float low, float high, float *out, int64_t room, int64_t *above)
+{
+    int64_t found = 0, passed = 0;
+    EACH_BLOCK(
+        s,
+        int32_t over = 0;
+        for (int64_t i = 0; i < length; i++)
+            over += block[i] > high;
+        passed += over;
+        for (int64_t i = 0; i < length; i += FEW) {
+            uint8_t inside[FEW];
+            for (int j = 0; j < FEW; j++)
+                inside[j] = (block[i + j] >= low) & (block[i + j] <= high);
+            for (uint32_t those = bits_of(inside); those; those &= those - 1, found++)
                 if (found < room)
-                    out[found] = score[i];
-                found++;
-            }
-    }
+                    out[found] = block[i + __builtin_ctz(those)];
+        });
+    *above = passed;
     return found;
 }
 
 /* Where scores exceed `threshold`, and the first `ties` places where they equal it. Places are counted among scores of
- * at least `least`. Writes one element more than there are; returns how many there are. */
-WIDE int64_t hvd_slim_places(const float *score, int64_t n, float threshold, int64_t ties, float least, int32_t *out)
+ * at least `least`. At most `room`; returns how many there are. */
+WIDE int64_t hvd_slim_places(const scores *s, float threshold, int64_t ties, float least, int32_t *out, int64_t room)
 {
     int64_t found = 0, place = 0;
-    for (int64_t begin = 0; begin < n; begin += 64) {
-        int64_t end = begin + 64 < n ? begin + 64 : n;
-        int32_t reaching = 0, counted = 0;
-        for (int64_t i = begin; i < end; i++) {
-            reaching += score[i] >= threshold;
-            counted += score[i] >= least;
-        }
-        if (!reaching) {
-            place += counted;
-            continue;
-        }
-        for (int64_t i = begin; i < end; i++) {
-            int64_t equal = score[i] == threshold;
-            out[found] = (int32_t)place;
-            found += (score[i] > threshold) | (equal & (ties > 0));
-            ties -= equal;
-            place += score[i] >= least;
-        }
-    }
+    EACH_BLOCK(
+        s,
+        for (int64_t i = 0; i < length; i += FEW) {
+            uint8_t reaching[FEW], counted[FEW];
+            for (int j = 0; j < FEW; j++) {
+                reaching[j] = block[i + j] >= threshold;
+                counted[j] = block[i + j] >= least;
+            }
+            uint32_t before = bits_of(counted);
+            for (uint32_t those = bits_of(reaching); those; those &= those - 1) {
+                int bit = __builtin_ctz(those);
+                if (block[i + bit] == threshold && ties-- <= 0)
+                    continue;
+                if (found < room)
+                    out[found] = (int32_t)(place + __builtin_popcount(before & ((1u << bit) - 1)));
+                found++;
+            }
+            place += __builtin_popcount(before);
+        });
     return found;
 }
 
@@ -285,11 +350,16 @@ int64_t hvd_slim_set_places(const uint8_t *bits, int64_t n, int32_t *out, int64_
 /* The coordinates below n that are not in the set: n - count of them. */
 void hvd_slim_others(const int32_t *at, int64_t count, int64_t n, int32_t *out)
 {
+    const int32_t *room = out + (n - count) - 8;
     int64_t next = 0;
     for (int64_t i = 0; i <= count; i++) {
-        int64_t end = i < count ? at[i] : n;
-        for (int64_t c = next; c < end; c++)
-            *out++ = (int32_t)c;
+        int64_t end = i < count ? at[i] : n, length = end - next, c = 0;
+        for (; c < length && out + c <= room; c += 8) /* a run is mostly shorter than what is written at once */
+            for (int j = 0; j < 8; j++)
+                out[c + j] = (int32_t)(next + c + j);
+        for (; c < length; c++)
+            out[c] = (int32_t)(next + c);
+        out += length;
         next = end + 1;
     }
 }

@@ -23,7 +23,7 @@ def _load() -> ctypes.CDLL | None:
     if found is None or found.origin is None:
         return None
     library = ctypes.CDLL(found.origin)
-    for name in ("draw", "between", "places", "set_places"):
+    for name in ("draw", "sample", "between", "places", "set_places"):
         getattr(library, f"hvd_slim_{name}").restype = ctypes.c_int64
     library.hvd_slim_is_finite.restype = ctypes.c_int32
     return library
@@ -134,48 +134,75 @@ def drawn(starts: torch.Tensor, first: int, offsets: torch.Tensor, shift: int) -
 # Choosing the largest ------------------------------------------------------------------------------------------------
 
 
-def score(
-    weight: torch.Tensor, gradient: torch.Tensor | None, scale: float, gradient_scale: float, factor: float,
-    out: torch.Tensor,
-) -> None:  # fmt: skip
-    """out = |weight| / scale + factor·(|gradient| / gradient_scale), NaN as infinity."""
-    scales = _float(scale), _float(gradient_scale), _float(factor)
-    _call("score", _pointer(weight), _pointer(gradient), _count(out.numel()), *scales, _pointer(out))
-
-
-def distance(live: torch.Tensor, mean: torch.Tensor, out: torch.Tensor) -> None:
-    """out = |live − mean|, NaN as infinity."""
-    _call("distance", _pointer(live), _pointer(mean), _count(out.numel()), _pointer(out))
-
-
-def put(values: torch.Tensor, at: torch.Tensor, value: float) -> None:
-    """values[at] = value"""
-    _call("put", _pointer(values), _pointer(at), _count(at.numel()), _float(value))
-
-
-def between(values: torch.Tensor, low: float, high: float, room: int) -> tuple[torch.Tensor | None, int]:
-    """(those in [low, high], in their order; None if there are more than ``room``), (how many lie above)."""
-    out, above = torch.empty(room, dtype=torch.float32), ctypes.c_int64()
-    found = _call(
-        "between", _pointer(values), _count(values.numel()), _float(low), _float(high), _pointer(out), _count(room),
-        ctypes.byref(above),
+class _Scores(ctypes.Structure):
+    _fields_ = (
+        ("segments", ctypes.c_void_p), ("segment_count", ctypes.c_int64), ("mean", ctypes.c_void_p),
+        ("gradients", ctypes.c_void_p), ("scale", ctypes.c_float), ("gradient_scale", ctypes.c_float),
+        ("factor", ctypes.c_float), ("outside", ctypes.c_void_p), ("sent", ctypes.c_void_p),
+        ("outside_count", ctypes.c_int64), ("sent_count", ctypes.c_int64),
     )  # fmt: skip
-    return out[:found] if found <= room else None, above.value
 
 
-def places(values: torch.Tensor, threshold: float, ties: int, least: float, count: int) -> torch.Tensor:
-    """Where ``count`` values exceed ``threshold``, or equal it (the first ``ties``): int32, ascending.
+class Scores:
+    """What every coordinate is judged by, worked out in each pass anew: cheaper than to store and to read it.
+
+    |live − mean|, or |live| / scale + factor·(|gradient| / gradient_scale) if there is no mean; NaN as infinity.
 
     Args:
-        least: values below it have no place.
+        segments: of all coordinates, ascending.
+        n: how many coordinates.
+        mean: w̄, shape (n,).
+        gradients: of each segment, in its order of coordinates, or None for zeros.
+        outside: ascending coordinates whose score is −1.
+        sent: the same, whose score is 0.
     """
-    out = torch.empty(count + 1, dtype=torch.int32)
-    found = _call(
-        "places", _pointer(values), _count(values.numel()), _float(threshold), _count(ties), _float(least),
-        _pointer(out),
-    )  # fmt: skip
-    assert found == count, (found, count)
-    return out[:count]
+
+    def __init__(
+        self, segments: ctypes.Array[Segment], n: int, *, mean: torch.Tensor | None = None,
+        gradients: Sequence[torch.Tensor | None] = (), scale: float = 1.0, gradient_scale: float = 1.0,
+        factor: float = 0.0, outside: torch.Tensor | None = None, sent: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self.n = n
+        addresses = (ctypes.c_void_p * len(gradients))(*(None if g is None else g.data_ptr() for g in gradients))
+        self._alive = segments, mean, gradients, addresses, outside, sent
+        self._scores = _Scores(
+            ctypes.addressof(segments), len(segments), None if mean is None else mean.data_ptr(),
+            ctypes.addressof(addresses), scale, gradient_scale, factor,
+            *(None if at is None else at.data_ptr() for at in (outside, sent)),
+            *(0 if at is None else at.numel() for at in (outside, sent)),
+        )  # fmt: skip
+
+    def _call(self, name: str, *arguments: object) -> int:
+        return _call(name, ctypes.byref(self._scores), *arguments)
+
+    def sample(self, stride: int) -> torch.Tensor:
+        """The score of every ``stride``-th coordinate."""
+        out = torch.empty(-(-self.n // stride))
+        self._call("sample", _count(stride), _pointer(out))
+        return out
+
+    def everywhere(self) -> torch.Tensor:
+        """Every score: shape (n,)."""
+        out = torch.empty(self.n)
+        self._call("scores", _pointer(out))
+        return out
+
+    def between(self, low: float, high: float, room: int) -> tuple[torch.Tensor | None, int]:
+        """(the scores in [low, high]; None if there are more than ``room``), (how many lie above)."""
+        out, above = torch.empty(room), ctypes.c_int64()
+        found = self._call("between", _float(low), _float(high), _pointer(out), _count(room), ctypes.byref(above))
+        return out[:found] if found <= room else None, above.value
+
+    def places(self, threshold: float, ties: int, least: float, count: int) -> torch.Tensor:
+        """Where ``count`` scores exceed ``threshold``, or equal it (the first ``ties``): int32, ascending.
+
+        Args:
+            least: coordinates with a score below it are not counted in the places of others.
+        """
+        out = torch.empty(count, dtype=torch.int32)
+        found = self._call("places", _float(threshold), _count(ties), _float(least), _pointer(out), _count(count))
+        assert found == count, (found, count)
+        return out
 
 
 def is_finite(values: torch.Tensor) -> bool:
@@ -201,8 +228,6 @@ def indices_of_bits(bits: torch.Tensor, n: int, count: int) -> torch.Tensor:
     return out
 
 
-def others(indices: torch.Tensor, n: int) -> torch.Tensor:
-    """The coordinates below n that are not among ``indices``: int32, ascending."""
-    out = torch.empty(n - indices.numel(), dtype=torch.int32)
+def others(indices: torch.Tensor, n: int, out: torch.Tensor) -> None:
+    """The coordinates below n that are not among ``indices``, ascending, in ``out``: int32, shape (n − count,)."""
     _call("others", _pointer(indices), _count(indices.numel()), _count(n), _pointer(out))
-    return out

@@ -168,13 +168,14 @@ class _Rehearsal:
     def _lead(self) -> None:
         """A leader chooses the explorers of a round."""
         exchange = self._slim
-        draw = exchange.explorer.draw(0, 0, exchange.magnitude())
+        draw = exchange.explorer.draw(0, 0, exchange.largest_updates())
         self._transport.told = exchange.explorer.pack(draw, 0, exchange.explorer.count)
 
     def _choose(self) -> None:
         """One rank chooses a core."""
-        score = significance.of_arena(self._arena, self._config.gradient_weight, self._config.normalize)
-        self._core = sets.pack_indices(significance.top_coordinates(score, self._slim.core_count), self._arena.n)
+        config, count = self._config, self._slim.core_count
+        core = significance.most_significant(self._arena, config.gradient_weight, config.normalize, count)
+        self._core = sets.pack_indices(core, self._arena.n)
 
     def _look_up(self) -> None:
         """All take up a core."""

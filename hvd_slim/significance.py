@@ -8,7 +8,18 @@ import torch
 
 from hvd_slim import native
 from hvd_slim.arena import Arena
-from hvd_slim.chunks import at_least, between, chunks, count_true, equal_to, index_dtype, indices_of, kth_largest
+from hvd_slim.chunks import (
+    at_least,
+    between,
+    chunks,
+    count_true,
+    equal_to,
+    index_dtype,
+    indices_of,
+    kth_largest,
+    others,
+)
+from hvd_slim.global_model import GlobalModel
 
 _SAMPLE = 1 << 16
 _MARGIN = 5.0  # standard deviations of the sampled rank that the bracket keeps on either side
@@ -30,19 +41,50 @@ def significance(weight: torch.Tensor, gradient: torch.Tensor, gradient_weight: 
     return _combine([(weight, gradient)], score, gradient_weight, normalize)
 
 
-def of_arena(arena: Arena, gradient_weight: float, normalize: bool) -> torch.Tensor:
-    """The significance of every coordinate from this rank's live parameters and gradients; none counts as zero.
+def most_significant(arena: Arena, gradient_weight: float, normalize: bool, count: int) -> torch.Tensor:
+    """The ``count`` most significant coordinates, by this rank's live parameters and gradients; none counts as zero.
 
     Returns:
-        Shape (n,), the arena's value dtype.
+        Shape (count,), ascending, int32 (int64 beyond 2^31). Ties go to the lower coordinate.
     """
     pairs = [
         (segment.read_all(), None if grad is None else segment.flatten(grad.detach()))
         for segment in arena.segments()
         for grad in (segment.parameter.grad,)
     ]
+    if arena.plain and native.serves(*(gradient for _, gradient in pairs)):
+        scale, gradient_scale = _scales(pairs, arena.n, normalize)
+        gradients = [gradient if gradient_weight != 0.0 else None for _, gradient in pairs]
+        scores = native.Scores(
+            arena.memory_table(), arena.n, gradients=gradients, scale=scale, gradient_scale=gradient_scale,
+            factor=gradient_weight,
+        )  # fmt: skip
+        return top_places(scores, count)
     score = torch.empty(arena.n, dtype=arena.value_dtype, device=arena.device)
-    return _combine(pairs, score, gradient_weight, normalize)
+    return top_coordinates(_combine(pairs, score, gradient_weight, normalize), count)
+
+
+def largest_updates(
+    model: GlobalModel, count: int, outside: torch.Tensor, sent: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The places of the ``count`` largest |u_k|, not counting the coordinates ``outside``; NaN is largest of all.
+
+    Args:
+        outside, sent: ascending coordinates, ``index_dtype(n)``, none in both; |u_k| counts as 0 where it has just
+            been ``sent``.
+
+    Returns:
+        Shape (count,), ascending: places among the other coordinates. Ties go to the lower one.
+    """
+    arena = model.arena
+    if arena.plain and native.serves(*model.flat, outside, sent):
+        table = arena.memory_table()
+        return top_places(native.Scores(table, arena.n, mean=model.flat[0], outside=outside, sent=sent), count)
+    magnitude = model.pending_update_everywhere(torch.empty(arena.n, dtype=arena.value_dtype, device=arena.device))
+    magnitude.abs_().nan_to_num_(nan=float("inf"), posinf=float("inf"))
+    if sent is not None:
+        magnitude.index_fill_(0, sent.long(), 0.0)
+    return top_coordinates(magnitude.index_select(0, others(outside, arena.n)), count)
 
 
 def _combine(
@@ -52,19 +94,11 @@ def _combine(
     normalize: bool,
 ) -> torch.Tensor:
     """The significance of (weight, gradient) stretches one after the other, in ``score``."""
-    scale = gradient_scale = 1.0
-    if normalize:
-        n = score.numel()
-        scale = _root_mean_square([weight for weight, _ in pairs], n) or 1.0
-        gradient_scale = _root_mean_square([gradient for _, gradient in pairs if gradient is not None], n) or 1.0
+    scale, gradient_scale = _scales(pairs, score.numel(), normalize)
     begin = 0
     for weight, gradient in pairs:
         out = score[begin : begin + weight.numel()]
         sloping = gradient if gradient_weight != 0.0 else None
-        if score.dtype == torch.float32 and native.serves(weight, sloping, score):
-            native.score(weight, sloping, scale, gradient_scale, gradient_weight, out)
-            begin += weight.numel()
-            continue
         for part in chunks(weight.numel(), weight.device):
             some = out[part]
             some.copy_(weight[part]).abs_()
@@ -78,6 +112,14 @@ def _combine(
             some.nan_to_num_(nan=float("inf"), posinf=float("inf"))
         begin += weight.numel()
     return score
+
+
+def _scales(pairs: Sequence[tuple[torch.Tensor, torch.Tensor | None]], n: int, normalize: bool) -> tuple[float, float]:
+    """What weights and gradients are divided by."""
+    if not normalize:
+        return 1.0, 1.0
+    weights, gradients = [weight for weight, _ in pairs], [gradient for _, gradient in pairs if gradient is not None]
+    return _root_mean_square(weights, n) or 1.0, _root_mean_square(gradients, n) or 1.0
 
 
 def _root_mean_square(stretches: Sequence[torch.Tensor], n: int) -> float:
@@ -114,44 +156,45 @@ def top_coordinates(score: torch.Tensor, count: int) -> torch.Tensor:
     n = score.numel()
     if count in (0, n):
         return torch.arange(count, dtype=index_dtype(n), device=score.device)
-    threshold, wanted, there = _kth_largest(score, count)
-    if native.serves(score):
-        return native.places(score, threshold, wanted, float("-inf"), count)
+    bracket = _bracket(score[:: n // _SAMPLE], count / n) if n > 4 * _SAMPLE else None
+    inside, above = (score, 0) if bracket is None else between(score, *bracket)
+    if not above < count <= above + inside.numel():
+        inside, above = score, 0
+    threshold, wanted, there = _threshold(inside, count - above)
     mask = at_least(score, threshold)
     if there > wanted:
-        ties = indices_of(equal_to(score, threshold))
-        mask[ties[wanted:].long()] = False
+        mask[indices_of(equal_to(score, threshold))[wanted:].long()] = False
     return indices_of(mask)
 
 
-def top_places(score: torch.Tensor, count: int) -> torch.Tensor:
-    """The same where negative scores do not count: each coordinate's place among those of the others.
+def top_places(scores: native.Scores, count: int) -> torch.Tensor:
+    """The same in compiled passes; coordinates with a negative score do not count in the places of the others.
 
     Args:
-        score: shape (n,), float32 or float64, without NaN; at least ``count`` are not negative.
+        count: at most the number of scores that are not negative.
     """
-    if count == 0 or not native.serves(score):
-        return top_coordinates(score[score >= 0.0], count)
-    threshold, wanted, _ = _kth_largest(score, count)
-    return native.places(score, threshold, wanted, 0.0, count)
-
-
-def _kth_largest(score: torch.Tensor, k: int) -> tuple[float, int, int]:
-    """(the k-th largest score; how many of the scores equal to it are among the k largest; how many there are).
-
-    A strided sample gives a bracket around it; only what lies inside is searched.
-    """
-    n, above = score.numel(), 0
+    n, inside, above = scores.n, None, 0
+    if count == 0:
+        return torch.empty(0, dtype=torch.int32)
     if n > 4 * _SAMPLE:
-        sample = score[:: n // _SAMPLE].sort(descending=True).values
-        expected = k / n * sample.numel()
-        margin = _MARGIN * (sample.numel() * (k / n) * (1 - k / n)) ** 0.5 + 1
-        first, last = int(expected - margin), int(expected + margin)
-        high = float(sample[first]) if first >= 0 else float("inf")
-        low = float(sample[last]) if last < sample.numel() else float("-inf")
-        bracket, passed = between(score, low, high)
-        if passed < k <= passed + bracket.numel():
-            score, above = bracket, passed
-    threshold = kth_largest(score, k - above)
+        inside, above = scores.between(*_bracket(scores.sample(n // _SAMPLE), count / n), n // 16)
+    if inside is None or not above < count <= above + inside.numel():
+        inside, above = scores.everywhere(), 0
+    threshold, wanted, _ = _threshold(inside, count - above)
+    return scores.places(threshold, wanted, 0.0, count)
+
+
+def _bracket(sample: torch.Tensor, share: float) -> tuple[float, float]:
+    """Two scores between which, all but surely, the last of the largest ``share`` of all scores lies."""
+    size, ordered = sample.numel(), sample.sort(descending=True).values
+    margin = _MARGIN * (size * share * (1 - share)) ** 0.5 + 1
+    first, last = int(share * size - margin), int(share * size + margin)
+    low = float(ordered[last]) if last < size else float("-inf")
+    return low, float(ordered[first]) if first >= 0 else float("inf")
+
+
+def _threshold(score: torch.Tensor, k: int) -> tuple[float, int, int]:
+    """(the k-th largest score; how many of the scores equal to it are among the k largest; how many there are)."""
+    threshold = kth_largest(score, k)
     reaching, there = count_true(at_least(score, threshold)), count_true(equal_to(score, threshold))
-    return threshold, k - above - (reaching - there), there
+    return threshold, k - (reaching - there), there

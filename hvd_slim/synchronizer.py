@@ -271,8 +271,9 @@ class Synchronizer:
         count, root = exchange.core_count, self.selections % transport.size
         with self.stats.timed("select"):
             if transport.rank == root:
-                score = significance.of_arena(arena, self.config.gradient_weight, self.config.normalize)
-                packed = sets.pack_indices(significance.top_coordinates(score, count), arena.n).cpu()
+                weight, normalize = self.config.gradient_weight, self.config.normalize
+                core = significance.most_significant(arena, weight, normalize, count)
+                packed = sets.pack_indices(core, arena.n).cpu()
             else:
                 packed = torch.empty(sets.set_nbytes(count, arena.n), dtype=torch.uint8)
             self._core = transport.broadcast(packed, root, "select").wait()

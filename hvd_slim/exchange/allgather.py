@@ -46,7 +46,7 @@ class AllgatherExchange(SlimExchange):
 
     def _send_explorers(self, flight: Flight, overlap: bool) -> None:
         round_number, rank, count = flight.round_number, self.transport.rank, self.explorer.count
-        draw = self.explorer.draw(round_number, rank, self.magnitude())
+        draw = self.explorer.draw(round_number, rank, self.largest_updates())
         flight.explored = self.coordinates_at(draw.positions)
         u = torch.empty(count, dtype=self.arena.value_dtype, device=self.arena.device)
         self.pending_update(self.arena.locate(flight.explored), u)

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from hvd_slim.agreement import require_finite
-from hvd_slim.chunks import put
 from hvd_slim.config import SlimConfig
 from hvd_slim.exchange.base import SlimExchange
 from hvd_slim.exchange.dense import exchange_everything
@@ -99,10 +98,8 @@ class AllreduceExchange(SlimExchange):
         """
         leader = explorer.leader(round_number)
         if self.transport.rank == leader:
-            magnitude = self.magnitude()
-            if magnitude is not None and under_way is not None:
-                put(magnitude, under_way, 0.0)
-            packed = explorer.pack(explorer.draw(round_number, leader, magnitude), 0, explorer.count)
+            draw = explorer.draw(round_number, leader, self.largest_updates(under_way))
+            packed = explorer.pack(draw, 0, explorer.count)
         else:
             packed = torch.empty(explorer.index_nbytes(explorer.count), dtype=torch.uint8, device=self.arena.device)
         return self.transport.broadcast(packed, leader, "explorer")

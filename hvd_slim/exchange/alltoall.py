@@ -55,7 +55,7 @@ class AlltoallExchange(SlimExchange):
         return flight
 
     def _push(self, flight: Flight, overlap: bool) -> None:
-        draw = self.explorer.draw(flight.round_number, self.transport.rank, self.magnitude())
+        draw = self.explorer.draw(flight.round_number, self.transport.rank, self.largest_updates())
         flight.explored = self.coordinates_at(draw.positions)
         u = torch.empty(self.explorer.count, dtype=self.arena.value_dtype, device=self.arena.device)
         self.pending_update(self.arena.locate(flight.explored), u)

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from hvd_slim.arena import Coordinates
-from hvd_slim.chunks import others, put, take
+from hvd_slim.chunks import others, take
 from hvd_slim.config import SlimConfig
 from hvd_slim.exchange.flight import Flight
 from hvd_slim.exchange.reduction import MeanReduction
-from hvd_slim.explorer import EXPLORERS, Explorer
+from hvd_slim.explorer import EXPLORERS, Explorer, Largest
 from hvd_slim.global_model import GlobalModel
+from hvd_slim.significance import largest_updates
 from hvd_slim.sweep import Sweep, sweep
 from hvd_slim.transport.base import Transport
 from hvd_slim.values import make_codec
@@ -140,7 +141,7 @@ class SlimExchange(Exchange):
         """Use ``core``, ascending coordinates, as the core set from now on."""
         self._core_indices = core.to(self.arena.device)
         self._locate_core()
-        self._outside = others(self._core_indices, self.arena.n)
+        self._outside = others(self._core_indices, self.arena.n, self._outside)
 
     def _locate_core(self) -> None:
         self.core = self.arena.locate(self._core_indices)
@@ -169,10 +170,9 @@ class SlimExchange(Exchange):
         """An empty explorer set."""
         return self._outside[:0]
 
-    def magnitude(self) -> torch.Tensor | None:
-        """|u_k| at every coordinate, negative on the core, if the explorer asks for it."""
-        if not self.explorer.by_pending_update:
-            return None
-        magnitude = self.model.magnitude_everywhere()
-        put(magnitude, self._core_indices, -1.0)
-        return magnitude
+    def largest_updates(self, sent: torch.Tensor | None = None) -> Largest:
+        """Finds the positions with the largest |u_k|; 0 at the ascending coordinates ``sent``, which are on their way.
+
+        Reads every parameter.
+        """
+        return lambda count: largest_updates(self.model, count, self._core_indices, sent)

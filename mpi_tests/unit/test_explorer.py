@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hvd_slim.arena import Arena
 from hvd_slim.explorer import EXPLORERS, CyclicExplorer, Draw, Explorer, GreedyExplorer, RandomExplorer, SharedExplorer
 from hvd_slim.global_model import GlobalModel
 from hvd_slim.rng import raw_words
+from hvd_slim.significance import largest_updates, top_coordinates
 
 CPU = torch.device("cpu")
 every_explorer = pytest.mark.parametrize("name", sorted(EXPLORERS))
@@ -36,7 +38,8 @@ def drawn(explorer: Explorer, round_number: int, rank: int) -> Draw:
     """A draw, with random magnitudes if the explorer asks for them."""
     generator = torch.Generator().manual_seed(1000 * rank + round_number % 1000)
     magnitude = torch.rand(explorer.population, generator=generator) if explorer.by_pending_update else None
-    return explorer.draw(round_number, rank, magnitude)
+    largest = None if magnitude is None else partial(top_coordinates, magnitude)
+    return explorer.draw(round_number, rank, largest)
 
 
 @every_explorer
@@ -168,7 +171,7 @@ def test_greedy_takes_the_largest(shape: tuple[int, int], data: st.DataObject) -
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
     magnitude = torch.randint(0, data.draw(st.sampled_from([1, 2, 5, 10**6])), (population,), generator=generator)
     order = sorted(range(population), key=lambda i: (-int(magnitude[i]), i))
-    draw = GreedyExplorer(population, count, 0, 2, CPU).draw(0, 0, magnitude.float())
+    draw = GreedyExplorer(population, count, 0, 2, CPU).draw(0, 0, partial(top_coordinates, magnitude.float()))
     assert draw.positions.tolist() == sorted(order[:count])
 
 
@@ -178,9 +181,8 @@ def test_exact_count_when_the_pending_update_is_not_finite(name: str) -> None:
     parameter = torch.nn.Parameter(torch.zeros(7))
     model = GlobalModel(Arena([("w", parameter)]))
     parameter.data.copy_(torch.tensor([1.0, float("nan"), 0.5, 9.0, float("inf"), float("nan"), 2.0]))
-    magnitude = model.magnitude_everywhere()
-    magnitude[3] = -1.0  # of the core
-    positions = made(name, 6, 4).draw(0, 0, magnitude).positions
+    core = torch.tensor([3], dtype=torch.int32)
+    positions = made(name, 6, 4).draw(0, 0, lambda count: largest_updates(model, count, core)).positions
     assert positions.shape == (4,)
     assert {1, 3, 4} <= set(positions.tolist())
 

@@ -74,11 +74,7 @@ def test_sweep(seed: int, n: int, share: float, since: bool, rounded: bool, left
 
     def round_of_three() -> tuple[torch.Tensor, ...]:
         generator = np.random.default_rng(seed)
-        cuts = np.sort(generator.integers(0, n + 1, size=5))
-        live = [torch.nn.Parameter(part) for part in numbers(generator, n).tensor_split(torch.from_numpy(cuts))]
-        model = GlobalModel(Arena([(f"{i}", parameter) for i, parameter in enumerate(live)]))
-        for parameter in live:
-            parameter.data.add_(numbers(generator, parameter.numel()))
+        model, live = _model(generator, n)
         core, mine, other = (model.arena.locate(subset(generator, n, share)) for _ in range(3))
         values = [numbers(generator, where.count) for where in (core, mine, other)]
         at_launch = numbers(generator, mine.count) if since else None
@@ -110,38 +106,62 @@ def _landed(model: GlobalModel, live: list[Any], numbers: torch.Tensor) -> list[
 
 
 @built
-@given(seeds, lengths, st.floats(0, 1), st.booleans())
-def test_choosing(seed: int, n: int, share: float, odd: bool) -> None:
-    """Significance, the largest of it, ties and all, and places among others."""
+@given(seeds, lengths, st.floats(0, 1), st.booleans(), st.booleans(), st.sampled_from([0.0, 0.3, 3.0]))
+def test_choosing(seed: int, n: int, share: float, odd: bool, rounded: bool, gradient_weight: float) -> None:
+    """The most significant coordinates, and the largest updates among some; ties and what is not finite as well."""
     generator = np.random.default_rng(seed)
-    weight, gradient = numbers(generator, n, odd), numbers(generator, n, odd)
+    model, live = _model(generator, n, odd)
+    for parameter in live:
+        if rounded:
+            parameter.data.round_()  # ties
+        if generator.random() < 0.7:
+            parameter.grad = numbers(generator, parameter.numel(), odd)
+    outside, sent = subset(generator, n, 0.3), subset(generator, n, 0.1)
+    sent = sent[~torch.isin(sent, outside)]
     count = int(share * n)
 
     def choose() -> tuple[torch.Tensor, ...]:
-        score = significance.significance(weight, gradient, 0.3, normalize=not odd)
-        few = score.round()  # with ties
-        outside = few.index_fill(0, subset(np.random.default_rng(seed), n, 0.3).long(), -1.0)
-        possible = min(count, int((outside >= 0).sum()))
+        arena, possible = model.arena, min(count, n - outside.numel())
         return (
-            score, significance.top_coordinates(score, count), significance.top_coordinates(few - 1.0, count),
-            significance.top_places(outside, possible),
-        )  # fmt: skip
+            significance.most_significant(arena, gradient_weight, not odd, count),
+            significance.largest_updates(model, possible, outside),
+            significance.largest_updates(model, possible, outside, sent),
+        )
 
     compiled, by_torch = both_ways(choose)
     assert all(same_bits(one, two) for one, two in zip(compiled, by_torch))
 
 
+def _model(generator: np.random.Generator, n: int, odd: bool = False) -> tuple[GlobalModel, list[Any]]:
+    """n coordinates in a few parameters of any size, empty ones among them, that have moved away from w̄."""
+    cuts = torch.from_numpy(np.sort(generator.integers(0, n + 1, size=5)))
+    live = [torch.nn.Parameter(part.clone()) for part in numbers(generator, n).tensor_split(cuts)]
+    model = GlobalModel(Arena([(f"{i}", parameter) for i, parameter in enumerate(live)]))
+    for parameter in live:
+        parameter.data.add_(numbers(generator, parameter.numel(), odd))
+    return model, live
+
+
 @built
 @given(seeds, lengths, st.booleans())
-def test_magnitude_and_finiteness(seed: int, n: int, odd: bool) -> None:
-    """What is looked at everywhere."""
+def test_scores(seed: int, n: int, odd: bool) -> None:
+    """As ``significance`` gives them, to the bit."""
     generator = np.random.default_rng(seed)
-    parameter = torch.nn.Parameter(numbers(generator, n))
-    model = GlobalModel(Arena([("w", parameter)]))
-    parameter.data.copy_(numbers(generator, n, odd))
-    compiled, by_torch = both_ways(model.magnitude_everywhere)
-    assert same_bits(compiled, by_torch)
-    assert both_ways(model.arena.is_finite) == (bool(parameter.isfinite().all()),) * 2
+    weight, gradient = numbers(generator, n, odd), numbers(generator, n, odd)
+    expected = significance.significance(weight, gradient, 0.3, normalize=False)
+    table = Arena([("w", weight)]).memory_table()
+    scores = native.Scores(table, n, gradients=[gradient], factor=0.3)
+    assert same_bits(scores.everywhere(), expected)
+    assert same_bits(scores.sample(7), expected[::7])
+
+
+@built
+@given(seeds, lengths, st.booleans())
+def test_finiteness(seed: int, n: int, odd: bool) -> None:
+    """A NaN or an infinity anywhere."""
+    parameter = torch.nn.Parameter(numbers(np.random.default_rng(seed), n, odd))
+    arena = Arena([("w", parameter)])
+    assert both_ways(arena.is_finite) == (bool(parameter.isfinite().all()),) * 2
 
 
 @built
