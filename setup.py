@@ -31,6 +31,17 @@ setup(
         "examples": ["tqdm", "matplotlib"],
         "tensorboard": ["tensorboard"],
         "docs": ["pdoc"],
-        "test": ["pytest", "pytest-timeout", "hypothesis", "psutil", "mpi4py", "ruff", "mypy", "tensorboard", "pdoc"],
+        "test": [
+            "pytest",
+            "pytest-timeout",
+            "pytest-xdist",
+            "hypothesis",
+            "psutil",
+            "mpi4py",
+            "ruff",
+            "mypy",
+            "tensorboard",
+            "pdoc",
+        ],
     },
 )

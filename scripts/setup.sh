@@ -72,7 +72,7 @@ if [ "$IN_VENV" = 1 ]; then
     fi
 else
     say "using the active environment: $PYTHON"
-    if ! "$PYTHON" -c 'import hvd_slim, tqdm, matplotlib, pytest, pytest_timeout, hypothesis, psutil, mpi4py, tensorboard, pdoc' 2>/dev/null \
+    if ! "$PYTHON" -c 'import hvd_slim, tqdm, matplotlib, pytest, pytest_timeout, xdist, hypothesis, psutil, mpi4py, tensorboard, pdoc' 2>/dev/null \
         || ! "$PYTHON" -m ruff --version >/dev/null 2>&1 || ! "$PYTHON" -m mypy --version >/dev/null 2>&1; then
         # The environment's own torch, numpy and Horovod stay as they are.
         pip_install -e '.[examples,test]'

@@ -68,7 +68,8 @@ install_slurm() {
 
 stage "ruff" 60 "$PYTHON" -m ruff check --no-cache .
 stage "mypy" 300 "$PYTHON" -m mypy
-stage "unit tests" 900 "${PYTEST[@]}" --timeout 200 mpi_tests/unit
+# One process a core of the smallest machine that this is for. All other tests have the machine to themselves.
+stage "unit tests" 900 "${PYTEST[@]}" --numprocesses 2 --dist worksteal --timeout 200 mpi_tests/unit
 for ranks in 1 2 3 4; do
     stage "ranks: mpirun -np $ranks" 900 mpirun --oversubscribe --mca mpi_yield_when_idle 1 -np "$ranks" "${RANK_TESTS[@]}"
 done

@@ -211,6 +211,20 @@ def test_a_preempted_job_resumes_to_the_same_bits(script: str, slurm: dict[str, 
     assert sums(job.output) == sums(whole.output)
 
 
+def test_ranks_that_stop_one_after_the_other_are_queued_again(slurm: dict[str, str], tmp_path: Path) -> None:
+    """srun ends the last ones, and says so by another status; the job's second start ends well."""
+    stops = '[ "$SLURM_PROCID" = 0 ] && trap "exit 75" USR1 || trap "" USR1'
+    trains = f'[ "$SLURM_RESTART_COUNT" = 1 ] && exit; {stops}; echo training; while :; do sleep 0.1; done'
+    job = Job(slurm, tmp_path, "--ntasks=2", script("srun"), "sh", "-c", trains)
+    deadline = time.monotonic() + LIMIT
+    while job.output.count("training\n") < 2:
+        assert time.monotonic() < deadline, job.output
+        time.sleep(0.1)
+    job.signal()
+    assert job.ended() == ("COMPLETED", 0), job.output
+    assert job.facts()["Restarts"] == "1", job.output
+
+
 def test_a_job_that_is_told_not_to_is_not_queued_again(slurm: dict[str, str], tmp_path: Path) -> None:
     job = Job(slurm, tmp_path, "--ntasks=2", script("srun"), "--no-requeue", "sh", "-c", "exit 75")
     assert job.ended() == ("FAILED", 75)

@@ -59,10 +59,11 @@ def check_rounds(
         w_bar = global_vector(optimizer, parameters)
         assert np.all(np.abs(w_bar - oracle.w_bar) <= bound)
         assert np.all(np.abs(flatten(parameters) - oracle.w[hvd.rank()]) <= bound)
-        w_bars = gather(w_bar)
+        model = optimizer._slim.synchronizer()._exchange.model
+        of_ranks = gather(np.concatenate([w_bar, flatten(model.flat), flatten(parameters)]))
+        w_bars, bases_now, live = np.split(of_ranks, 3, axis=1)
         np.testing.assert_array_equal(w_bars, np.broadcast_to(w_bar, w_bars.shape))
         # On from what the run has, so that a difference of rounding is not counted twice.
-        seen = gather(flatten(optimizer._slim.synchronizer()._exchange.model.flat)).astype(np.float32)
-        oracle.w_bar, oracle.base = w_bar.astype(np.float32), list(seen)
-        oracle.w = list(gather(flatten(parameters)).astype(np.float32))
+        oracle.w_bar, oracle.base = w_bar.astype(np.float32), list(bases_now.astype(np.float32))
+        oracle.w = list(live.astype(np.float32))
     hook.remove()

@@ -1,4 +1,4 @@
-"""The global model never differs between ranks: 500 rounds on every path, a checksum of it after each."""
+"""The global model never differs between ranks: hundreds of rounds on every path, a checksum of it after each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import hvd_slim as hvd
 from ranks.support import slim
 
-ROUNDS = 500
+ROUNDS = 500 if hvd.size() == 3 else 200  # three are the fewest whose sums depend on the order
 WAYS: list[dict[str, Any]] = [
     {"exchange": "dense"},
     {"exchange": "dense", "value_dtype": "int8", "transport": "mpi"},

@@ -133,8 +133,11 @@ launch() {
         kill -0 "$LAUNCHER" 2>/dev/null || break # else a signal ended the waiting, not the training
     done
     trap - USR1 TERM
-    # horovodrun says 1 whatever its ranks said.
-    [ "$ASKED" = 1 ] && [ "$(basename "$1")" = horovodrun ] && [ "$status" != 0 ] && status=75
+    # horovodrun says 1 whatever its ranks said. srun ends the ranks that are still there when the first has ended with
+    # 75, and says 143.
+    if [ "$ASKED" = 1 ]; then
+        case "$(basename "$1") $status" in "horovodrun 0") ;; "horovodrun "* | "srun 143") status=75 ;; esac
+    fi
     if [ "$status" = 75 ] && [ "$REQUEUE" = 1 ]; then
         say "training stopped before its end; the job is queued again"
         scontrol requeue "$SLURM_JOB_ID" && sleep 60 # SLURM ends this script here
