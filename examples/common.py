@@ -74,6 +74,10 @@ def on_every_rank(action: Callable[[], T], expected: type[Exception]) -> T:
 # Command line --------------------------------------------------------------------------------------------------------
 
 
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows the defaults and keeps the examples' lines."""
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser for many ranks: only rank 0 speaks, and all ranks leave together.
 
@@ -94,19 +98,34 @@ class Parser(argparse.ArgumentParser):
         stop((message or "").rstrip(), status)
 
 
+#: options that say where and how a run is launched and logged, not what it computes
+ABOUT_THE_LAUNCH = {"json_out", "progress", "tensorboard", "checkpoint", "checkpoint_every", "stop_at"}
+
+
 def add_run_options(parser: Parser) -> None:
-    """Options that every example has: method, seed, threads, log and progress bar."""
+    """Options that every example has: method, schedule, seed, threads, log, progress bar and checkpoints."""
     parser.add_argument("--method", choices=("dense", "slim"), default="slim", help="dense: plain Horovod")
+    parser.add_argument("--warmup-steps", type=int, default=0, help="over which the learning rate rises to --lr")
     parser.add_argument("--seed", type=int, default=0, help="of initial parameters and order of the data")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each rank")
-    parser.add_argument("--evals-per-epoch", type=int, default=4, help="points on the curve")
+    parser.add_argument("--evals", type=int, default=12, help="points on the curve")
     parser.add_argument("--json-out", metavar="FILE", help="add the run to this file, as one JSON line")
+    parser.add_argument("--tensorboard", metavar="DIR", help="write TensorBoard's event files there")
+    parser.add_argument("--checkpoint", metavar="DIR", help="save the run there, and go on from what is there already")
+    parser.add_argument("--checkpoint-every", type=int, default=500, help="steps between two checkpoints")
+    parser.add_argument("--stop-at", type=int, help="end this launch after that step; with --checkpoint it is saved")
     parser.add_argument(
         "--progress",
         action=argparse.BooleanOptionalAction,
         default=None,
         help="progress bar on rank 0; by default on a terminal only",
     )
+
+
+def check_run_options(parser: Parser, args: argparse.Namespace) -> None:
+    """Refuse what ``add_run_options`` cannot mean."""
+    require_at_least(parser, args, 1, "threads", "evals", "checkpoint_every")
+    require_at_least(parser, args, 0, "seed", "warmup_steps")
 
 
 def add_slim_options(parser: Parser) -> None:
@@ -141,9 +160,9 @@ def slim_config(parser: Parser, args: argparse.Namespace) -> hvd.SlimConfig:
 
 
 def require_at_least(parser: Parser, args: argparse.Namespace, least: int, *names: str) -> None:
-    """Refuse options below ``least``."""
+    """Refuse options below ``least``, if they are given."""
     for name in names:
-        if getattr(args, name) < least:
+        if getattr(args, name) is not None and getattr(args, name) < least:
             parser.error(f"argument --{name.replace('_', '-')}: {getattr(args, name)} is below {least}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import os
+import subprocess
 import zlib
 from pathlib import Path
 
@@ -12,7 +13,12 @@ import numpy as np
 import torch
 
 FASHION_MNIST_DIR = "/usr/share/datasets/fashion-mnist"  # Debian's dataset-fashion-mnist
+TEXT_PROGRAM = "bible"  # Debian's bible-kjv, which reads bible-kjv-text
 _REMEDY = "run `apt-get install --reinstall dataset-fashion-mnist`, or name the folder that has it with --data DIR"
+
+_TEXT_REMEDY = (
+    "run `apt-get install bible-kjv bible-kjv-text`, or name a folder of your own .txt files with --data DIR"
+)
 
 
 class DataError(Exception):
@@ -82,3 +88,36 @@ def _read_idx(path: Path, dimensions: int) -> np.ndarray:
             f"{path} is damaged ({len(data) - start} bytes where its header says {shape.prod()}); {_REMEDY}"
         )
     return np.frombuffer(data, np.uint8, offset=start).reshape(tuple(shape)).copy()
+
+
+def read_text(folder: str | None) -> str:
+    """The text of all .txt files in ``folder``, in the order of their names; without one, Debian's King James text.
+
+    That one is 4.4 million characters, a verse a line, each after its place ("Ge1:1 In the beginning ...").
+
+    Raises:
+        DataError: the text is missing or cannot be read.
+    """
+    if folder is None:
+        return _king_james_text()
+    try:
+        files = sorted(path for path in Path(folder).iterdir() if path.suffix == ".txt")
+        text = "".join(path.read_text(encoding="utf-8") for path in files)
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"the text in {folder} cannot be read ({error}); {_TEXT_REMEDY}") from None
+    if not text:
+        raise DataError(f"{folder} holds no text in .txt files; {_TEXT_REMEDY}")
+    return text
+
+
+def _king_james_text() -> str:
+    command = [TEXT_PROGRAM, "-f", "gen1:1-rev22:21"]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True)
+    except FileNotFoundError:
+        raise DataError(f"the program {TEXT_PROGRAM!r} is missing; {_TEXT_REMEDY}") from None
+    except (OSError, subprocess.CalledProcessError, UnicodeDecodeError) as error:
+        raise DataError(f"{' '.join(command)} failed ({error}); {_TEXT_REMEDY}") from None
+    if len(done.stdout) < 1_000_000:
+        raise DataError(f"{' '.join(command)} printed {len(done.stdout)} characters only; {_TEXT_REMEDY}")
+    return done.stdout

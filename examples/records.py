@@ -23,13 +23,17 @@ __all__ = [
 ]
 
 
+#: options that do not change a run's result: where it is logged and saved
+_VALUED = ("--json-out", "--tensorboard", "--checkpoint", "--checkpoint-every", "--stop-at")
+
+
 def recorded_command(argv: Sequence[str]) -> str:
-    """The command of a run without what does not change its result: where it is logged, and the progress bar."""
+    """The command of a run without what does not change its result: where it is logged and saved, the progress bar."""
     kept, arguments = [], iter(argv)
     for argument in arguments:
-        if argument == "--json-out":
+        if argument in _VALUED:
             next(arguments, None)
-        elif argument not in ("--progress", "--no-progress") and not argument.startswith("--json-out="):
+        elif argument not in ("--progress", "--no-progress") and argument.partition("=")[0] not in _VALUED:
             kept.append(argument)
     return shlex.join(("python", *kept))
 

@@ -21,9 +21,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from checkpoints import Checkpoints
 from common import Parser, add_slim_options, on_every_rank, require_at_least, slim_config, stop
 from datasets import DataError, Images, default_folder, read_fashion_mnist
-from fashion_mnist import SmallCNN, batches, evaluate
+from fashion_mnist import batches, evaluate
+from models import SmallCNN
 
 import hvd_slim as hvd
 
@@ -54,47 +56,6 @@ class Preemption:
     def vote(self) -> bool:
         """Whether any rank was asked. Collective."""
         return bool(hvd.allreduce(torch.tensor(float(self._asked)), op=hvd.Sum, name="preemption") > 0)
-
-
-class Checkpoints:
-    """One file a rank and step, and the file ``latest``, which names the step and is written when all are complete."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._latest = folder, folder / "latest"
-
-    def save(self, step: int, state: dict[str, Any]) -> None:
-        """Each rank its own state. Whatever happens on the way, a complete checkpoint stays. Collective."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        write(self._file(step, hvd.rank(), hvd.size()), state)
-        hvd.barrier()
-        if hvd.rank() == 0:
-            write(self._latest, {"step": step, "ranks": hvd.size()})
-        hvd.barrier()
-        for old in self._folder.glob(f"step*.rank{hvd.rank()}of*.pt"):
-            if old != self._file(step, hvd.rank(), hvd.size()):
-                old.unlink()
-
-    def load(self) -> dict[str, Any] | None:
-        """This rank's state in the latest checkpoint, rank 0's if that was written by another number of ranks."""
-        if not self._latest.exists():
-            return None
-        latest = torch.load(self._latest, weights_only=True)
-        rank = hvd.rank() if latest["ranks"] == hvd.size() else 0
-        state: dict[str, Any] = torch.load(self._file(latest["step"], rank, latest["ranks"]), weights_only=True)
-        return state
-
-    def _file(self, step: int, rank: int, ranks: int) -> Path:
-        return self._folder / f"step{step}.rank{rank}of{ranks}.pt"
-
-
-def write(file: Path, state: dict[str, Any]) -> None:
-    """Under another name first: a file that has its name is complete."""
-    unfinished = file.with_name(file.name + ".unfinished")
-    with open(unfinished, "wb") as output:
-        torch.save(state, output)
-        output.flush()
-        os.fsync(output.fileno())
-    unfinished.replace(file)
 
 
 def parse_arguments() -> tuple[argparse.Namespace, hvd.SlimConfig]:
