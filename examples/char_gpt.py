@@ -12,7 +12,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from common import (
-    HelpFormatter, Parser, add_run_options, add_slim_options, check_run_options, on_every_rank, require_at_least,
+    HelpFormatter,
+    Parser,
+    add_run_options,
+    add_slim_options,
+    check_run_options,
+    on_every_rank,
+    require_at_least,
     slim_config,
 )  # fmt: skip
 from datasets import DataError, default_text_folder, read_text

@@ -16,9 +16,7 @@ FASHION_MNIST_DIR = "/usr/share/datasets/fashion-mnist"  # Debian's dataset-fash
 TEXT_PROGRAM = "bible"  # Debian's bible-kjv, which reads bible-kjv-text
 _REMEDY = "run `apt-get install --reinstall dataset-fashion-mnist`, or name the folder that has it with --data DIR"
 
-_TEXT_REMEDY = (
-    "run `apt-get install bible-kjv bible-kjv-text`, or name a folder of your own .txt files with --data DIR"
-)
+_TEXT_REMEDY = "run `apt-get install bible-kjv bible-kjv-text`, or name a folder of your own .txt files with --data DIR"
 
 
 class DataError(Exception):

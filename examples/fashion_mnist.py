@@ -13,7 +13,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from common import (
-    HelpFormatter, Parser, add_run_options, add_slim_options, check_run_options, on_every_rank, require_at_least,
+    HelpFormatter,
+    Parser,
+    add_run_options,
+    add_slim_options,
+    check_run_options,
+    on_every_rank,
+    require_at_least,
     slim_config,
 )  # fmt: skip
 from datasets import DataError, Images, default_folder, read_fashion_mnist
@@ -89,7 +95,7 @@ def network_input(images: torch.Tensor) -> torch.Tensor:
 
 
 def evaluate(model: nn.Module, optimizer: Any, test: Images) -> tuple[float, float]:
-    """Mean test loss and accuracy (percent) of the model that all ranks agree on, each rank on its share. Collective."""
+    """Mean test loss and accuracy (percent) of the agreed model, each rank on its share. Collective."""
     totals = torch.zeros(3, dtype=torch.float64)  # loss, correct, images
     images, labels = test.images[hvd.rank() :: hvd.size()], test.labels[hvd.rank() :: hvd.size()]
     with agreed_model(model, optimizer):

@@ -36,8 +36,8 @@ def warmup_then_cosine(optimizer: Any, total: int, warmup: int) -> torch.optim.l
 def agreed_model(model: nn.Module, optimizer: Any) -> Iterator[None]:
     """The model that all ranks agree on, for measuring it; collective.
 
-    Between resyncs the replicas drift apart, and ``global_parameters`` puts the global model in their place. BatchNorm's
-    running statistics are averaged: training does not read them. Dense replicas differ in these statistics only.
+    Between resyncs the replicas drift apart, and ``global_parameters`` puts the global model in their place. Running
+    statistics of BatchNorm are averaged: training does not read them. Dense replicas differ in these statistics only.
     """
     if any(True for _ in model.buffers()):
         hvd.average_buffers(model)
