@@ -20,6 +20,7 @@ from common import (
     on_every_rank,
     require_at_least,
     slim_config,
+    stop,
 )  # fmt: skip
 from datasets import DataError, default_text_folder, read_text
 from models import SmallGPT
@@ -64,7 +65,7 @@ def parse_arguments() -> tuple[argparse.Namespace, hvd.SlimConfig | None]:
 
 
 def encoded(text: str) -> tuple[torch.Tensor, int]:
-    """The text as numbers of its characters, shape (length,), uint8 to int64, and how many characters there are."""
+    """The text as numbers of its characters, shape (length,), int64, and how many characters there are."""
     characters = sorted(set(text))
     number = {character: i for i, character in enumerate(characters)}
     return torch.tensor([number[character] for character in text]), len(characters)
@@ -97,8 +98,7 @@ def main() -> None:
     kept = int(len(text) * (1 - HELD_OUT))
     train, test = text[:kept], text[kept:]
     if len(test) <= args.context:
-        parser_error = f"the text has {len(text)} characters, too few for sequences of {args.context}"
-        raise SystemExit(f"error: {parser_error}")
+        stop(f"error: the text has {len(text)} characters, too few for sequences of {args.context}; give more", 2)
 
     torch.manual_seed(args.seed)
     model = SmallGPT(vocabulary, args.context, args.width, args.layers, args.heads)

@@ -88,6 +88,11 @@ def _read_idx(path: Path, dimensions: int) -> np.ndarray:
     return np.frombuffer(data, np.uint8, offset=start).reshape(tuple(shape)).copy()
 
 
+def default_text_folder() -> str | None:
+    """Where HVD_SLIM_TEXT says; without it None, which is Debian's King James text."""
+    return os.environ.get("HVD_SLIM_TEXT") or None
+
+
 def read_text(folder: str | None) -> str:
     """The text of all .txt files in ``folder``, in the order of their names; without one, Debian's King James text.
 

@@ -145,7 +145,7 @@ class RunLog:
             test_loss: mean, nats.
             value: of the metric.
         """
-        point = {
+        point: dict[str, Any] = {
             "step": self.step, "seconds": self._seconds, "train_loss": train_loss, "test_loss": test_loss,
             self.metric.key: value, "bytes_sent": self.bytes_sent,
         }  # fmt: skip

@@ -12,7 +12,7 @@ source scripts/environment.sh
 
 CONSTRAINTS="$PROJECT_ROOT/scripts/constraints.txt"
 DEBIAN_BUILD="g++ cmake make openmpi-bin libopenmpi-dev openssh-client python3-dev python3-venv iproute2"
-DEBIAN_DATA="dataset-fashion-mnist"
+DEBIAN_DATA="dataset-fashion-mnist bible-kjv bible-kjv-text"
 FASHION_MNIST_DIR=/usr/share/datasets/fashion-mnist
 
 say() { printf '[setup] %s\n' "$*"; }
@@ -79,7 +79,7 @@ else
     fi
 fi
 
-if [ -z "${HVD_SLIM_DATA:-}" ] && [ ! -d "$FASHION_MNIST_DIR" ]; then
+if [ -z "${HVD_SLIM_DATA:-}" ] && { [ ! -d "$FASHION_MNIST_DIR" ] || ! command -v bible >/dev/null; }; then
     install_debian_packages "$DEBIAN_DATA"
 fi
 
