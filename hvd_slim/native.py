@@ -16,20 +16,25 @@ from collections.abc import Sequence
 import torch
 
 
-def _load() -> ctypes.CDLL | None:
+def _load() -> tuple[ctypes.CDLL | None, str]:
+    """The library, or None and why."""
     if os.environ.get("HVD_SLIM_NATIVE", "1") == "0":
-        return None
+        return None, "HVD_SLIM_NATIVE=0 switches them off"
     found = importlib.util.find_spec("hvd_slim._native")
     if found is None or found.origin is None:
-        return None
-    library = ctypes.CDLL(found.origin)
-    for name in ("draw", "sample", "reaching", "keep", "set_places"):
-        getattr(library, f"hvd_slim_{name}").restype = ctypes.c_int64
-    library.hvd_slim_is_finite.restype = ctypes.c_int32
-    return library
+        return None, "they were not built when hvd_slim was installed"
+    try:
+        library = ctypes.CDLL(found.origin)
+        for name in ("draw", "sample", "reaching", "keep", "set_places"):
+            getattr(library, f"hvd_slim_{name}").restype = ctypes.c_int64
+        library.hvd_slim_is_finite.restype = ctypes.c_int32
+    except (OSError, AttributeError) as error:  # built for another machine, or from another version
+        return None, f"they cannot be loaded ({error})"
+    return library, ""
 
 
-_library = _load()
+#: why the library is not there; empty if it is
+_library, problem = _load()
 
 
 def available() -> bool:
