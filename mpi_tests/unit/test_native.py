@@ -151,7 +151,10 @@ def test_scores(seed: int, n: int, odd: bool) -> None:
     expected = significance.significance(weight, gradient, 0.3, normalize=False)
     table = Arena([("w", weight)]).memory_table()
     scores = native.Scores(table, n, gradients=[gradient], factor=0.3)
-    assert same_bits(scores.everywhere(), expected)
+    every = scores.reaching(float("-inf"), n)
+    assert every is not None
+    assert every[0].tolist() == list(range(n))
+    assert same_bits(every[1], expected)
     assert same_bits(scores.sample(7), expected[::7])
 
 
