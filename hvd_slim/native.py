@@ -16,25 +16,20 @@ from collections.abc import Sequence
 import torch
 
 
-def _load() -> tuple[ctypes.CDLL | None, str]:
-    """The library, or None and why."""
+def _load() -> ctypes.CDLL | None:
     if os.environ.get("HVD_SLIM_NATIVE", "1") == "0":
-        return None, "HVD_SLIM_NATIVE=0 switches them off"
+        return None
     found = importlib.util.find_spec("hvd_slim._native")
     if found is None or found.origin is None:
-        return None, "they were not built when hvd_slim was installed"
-    try:
-        library = ctypes.CDLL(found.origin)
-        for name in ("draw", "sample", "reaching", "keep", "set_places"):
-            getattr(library, f"hvd_slim_{name}").restype = ctypes.c_int64
-        library.hvd_slim_is_finite.restype = ctypes.c_int32
-    except (OSError, AttributeError) as error:  # built for another machine, or from another version
-        return None, f"they cannot be loaded ({error})"
-    return library, ""
+        return None
+    library = ctypes.CDLL(found.origin)
+    for name in ("draw", "sample", "reaching", "keep", "set_places"):
+        getattr(library, f"hvd_slim_{name}").restype = ctypes.c_int64
+    library.hvd_slim_is_finite.restype = ctypes.c_int32
+    return library
 
 
-#: why the library is not there; empty if it is
-_library, problem = _load()
+_library = _load()
 
 
 def available() -> bool:

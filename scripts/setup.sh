@@ -56,7 +56,7 @@ build_horovod() {
 
 # The stamp names what was installed, so that a second run has nothing to ask the network.
 stamp_is_current() { [ -f "$STAMP" ] && [ "$(cat "$STAMP")" = "$(fingerprint)" ]; }
-fingerprint() { cat "$CONSTRAINTS" setup.py hvd_slim/native.c | sha256sum; }
+fingerprint() { cat "$CONSTRAINTS" setup.py | sha256sum; }
 
 choose_python
 if [ "$IN_VENV" = 1 ]; then

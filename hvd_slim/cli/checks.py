@@ -148,22 +148,6 @@ def _torch(ranks: Sequence[Facts]) -> Iterator[Finding]:
         yield Finding("torch", OK, text)
 
 
-def _compiled(ranks: Sequence[Facts]) -> Iterator[Finding]:
-    without = [(rank, facts["compiled"]["problem"]) for rank, facts in enumerate(ranks) if facts["compiled"]["problem"]]
-    subject = "compiled passes"
-    if without:
-        yield Finding(
-            subject, WARNING,
-            f"{without[0][1]}{_on(without, ranks)}; a round's own work on a CPU takes longer",
-            "leave HVD_SLIM_NATIVE unset; with a C compiler on PATH install hvd_slim again, in a checkout by "
-            "`python setup.py build_ext --inplace`",
-        )  # fmt: skip
-    elif any(facts["threads"] > 1 for facts in ranks):
-        yield Finding(subject, OK, "built; with several threads a rank torch's own operators are used instead")
-    else:
-        yield Finding(subject, OK, "built, and used on CPUs")
-
-
 def _threads(ranks: Sequence[Facts]) -> Iterator[Finding]:
     crowded = []
     for host, members in _by_host(ranks).items():
@@ -258,7 +242,7 @@ def _common_variables(ranks: Sequence[Facts]) -> list[str]:
 
 
 _CHECKS: tuple[Callable[[Sequence[Facts]], Iterator[Finding]], ...] = (
-    _horovod, _ranks, _mpi, _mpi4py, _torch, _compiled, _threads, _busy_waiting, _slurm, _agreement
+    _horovod, _ranks, _mpi, _mpi4py, _torch, _threads, _busy_waiting, _slurm, _agreement
 )  # fmt: skip
 
 
