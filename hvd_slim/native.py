@@ -16,20 +16,27 @@ from collections.abc import Sequence
 import torch
 
 
-def _load() -> ctypes.CDLL | None:
+def _load() -> tuple[ctypes.CDLL | None, str | None]:
+    """(the library, None), or (None, why it is not there)."""
     if os.environ.get("HVD_SLIM_NATIVE", "1") == "0":
-        return None
+        return None, SWITCHED_OFF
     found = importlib.util.find_spec("hvd_slim._native")
     if found is None or found.origin is None:
-        return None
-    library = ctypes.CDLL(found.origin)
-    for name in ("draw", "sample", "reaching", "keep", "set_places"):
-        getattr(library, f"hvd_slim_{name}").restype = ctypes.c_int64
-    library.hvd_slim_is_finite.restype = ctypes.c_int32
-    return library
+        return None, "not built"
+    try:
+        library = ctypes.CDLL(found.origin)
+        for name in ("draw", "sample", "reaching", "keep", "set_places"):
+            getattr(library, f"hvd_slim_{name}").restype = ctypes.c_int64
+        library.hvd_slim_is_finite.restype = ctypes.c_int32
+    except (OSError, AttributeError) as error:  # built for another machine, or from another version's native.c
+        return None, f"built, but does not load: {error}"
+    return library, None
 
 
-_library = _load()
+SWITCHED_OFF = "switched off by HVD_SLIM_NATIVE=0"
+
+#: the library, and why it is not there; ``hvd-slim doctor`` says so
+_library, problem = _load()
 
 
 def available() -> bool:
