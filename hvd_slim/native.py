@@ -16,24 +16,26 @@ from collections.abc import Sequence
 import torch
 
 
-def _load() -> tuple[ctypes.CDLL | None, str]:
-    """The library, or None and why."""
+def _load() -> tuple[ctypes.CDLL | None, str | None]:
+    """(the library, None), or (None, why it is not there)."""
     if os.environ.get("HVD_SLIM_NATIVE", "1") == "0":
-        return None, "HVD_SLIM_NATIVE=0 switches them off"
+        return None, SWITCHED_OFF
     found = importlib.util.find_spec("hvd_slim._native")
     if found is None or found.origin is None:
-        return None, "they were not built when hvd_slim was installed"
+        return None, "not built"
     try:
         library = ctypes.CDLL(found.origin)
         for name in ("draw", "sample", "reaching", "keep", "set_places"):
             getattr(library, f"hvd_slim_{name}").restype = ctypes.c_int64
         library.hvd_slim_is_finite.restype = ctypes.c_int32
-    except (OSError, AttributeError) as error:  # built for another machine, or from another version
-        return None, f"they cannot be loaded ({error})"
-    return library, ""
+    except (OSError, AttributeError) as error:  # built for another machine, or from another version's native.c
+        return None, f"built, but does not load: {error}"
+    return library, None
 
 
-#: why the library is not there; empty if it is
+SWITCHED_OFF = "switched off by HVD_SLIM_NATIVE=0"
+
+#: the library, and why it is not there; ``hvd-slim doctor`` says so
 _library, problem = _load()
 
 

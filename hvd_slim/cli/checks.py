@@ -6,6 +6,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
+from hvd_slim import native
 from hvd_slim.cli.facts import Facts
 
 OK, WARNING, ERROR = "ok", "warning", "error"
@@ -148,20 +149,21 @@ def _torch(ranks: Sequence[Facts]) -> Iterator[Finding]:
         yield Finding("torch", OK, text)
 
 
-def _compiled(ranks: Sequence[Facts]) -> Iterator[Finding]:
-    without = [(rank, facts["compiled"]["problem"]) for rank, facts in enumerate(ranks) if facts["compiled"]["problem"]]
-    subject = "compiled passes"
-    if without:
-        yield Finding(
-            subject, WARNING,
-            f"{without[0][1]}{_on(without, ranks)}; a round's own work on a CPU takes longer",
-            "leave HVD_SLIM_NATIVE unset; with a C compiler on PATH install hvd_slim again, in a checkout by "
-            "`python setup.py build_ext --inplace`",
+def _native(ranks: Sequence[Facts]) -> Iterator[Finding]:
+    bad = [(rank, facts["native"]["problem"]) for rank, facts in enumerate(ranks) if facts["native"]["problem"]]
+    if bad:
+        remedy = (
+            "unset HVD_SLIM_NATIVE" if bad[0][1] == native.SWITCHED_OFF
+            else "with a C compiler on PATH, `bash scripts/setup.sh`, or install hvd_slim again"
         )  # fmt: skip
-    elif any(facts["threads"] > 1 for facts in ranks):
-        yield Finding(subject, OK, "built; with several threads a rank torch's own operators are used instead")
+        yield Finding(
+            "native", WARNING, f"compiled passes are not in use, torch does their work, slower: {bad[0][1]}"
+            + _on(bad, ranks), remedy,
+        )  # fmt: skip
+    elif all(facts["native"]["serves"] for facts in ranks):
+        yield Finding("native", OK, "compiled passes are in use for tensors on the CPU")
     else:
-        yield Finding(subject, OK, "built, and used on CPUs")
+        yield Finding("native", OK, "compiled passes are there, for ranks with one thread; with more, torch's are used")
 
 
 def _threads(ranks: Sequence[Facts]) -> Iterator[Finding]:
@@ -258,7 +260,7 @@ def _common_variables(ranks: Sequence[Facts]) -> list[str]:
 
 
 _CHECKS: tuple[Callable[[Sequence[Facts]], Iterator[Finding]], ...] = (
-    _horovod, _ranks, _mpi, _mpi4py, _torch, _compiled, _threads, _busy_waiting, _slurm, _agreement
+    _horovod, _ranks, _mpi, _mpi4py, _torch, _native, _threads, _busy_waiting, _slurm, _agreement
 )  # fmt: skip
 
 

@@ -43,7 +43,7 @@ def before_horovod() -> Facts:
             "devices": torch.cuda.device_count() if torch.cuda.is_available() else 0,
             "nccl": _nccl(),
         },
-        "compiled": {"problem": native.problem},
+        "native": {"problem": native.problem, "serves": native.serves()},
         "threads": _threads(),
         "cores": sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(_cores())),
         "cores_of_host": _cores(),
