@@ -79,9 +79,9 @@ def slim(comm: float, core: float, explorer: str, more: str = "") -> str:
 NO_CORE = 1e-6  # one coordinate
 DENSE = Row("dense", "--method dense")
 REFERENCE = Row("reference: random 0.3, core 0.15", slim(0.3, 0.15, "random"))
+SHARED = Row("shared 0.3, core 0.15", slim(0.3, 0.15, "shared"))
 FASHION = "examples/fashion_mnist.py"
 FRONTIER = f"{FASHION} --epochs 2 --batch-size 16"
-GPT = "examples/char_gpt.py --steps 1000"
 
 GROUPS = {
     "frontier": Group(
@@ -91,10 +91,14 @@ GROUPS = {
             REFERENCE,
             Row("leader 0.1, core 0.05", slim(0.1, 0.05, "leader")),
             Row("leader 0.1, no core", slim(0.1, NO_CORE, "leader")),
+            Row("leader 0.09, core 0.045", slim(0.09, 0.045, "leader")),
             Row("leader 0.02, core 0.01", slim(0.02, 0.01, "leader")),
             Row("leader 0.02, no core", slim(0.02, NO_CORE, "leader")),
             Row("leader 0.02, core 0.01, 8 local steps", slim(0.02, 0.01, "leader", "--local-steps 8")),
             Row("leader 0.02, no core, 8 local steps", slim(0.02, NO_CORE, "leader", "--local-steps 8")),
+            Row("leader 0.018, core 0.009, resync at the end", slim(0.018, 0.009, "leader", "--resync-every 936")),
+            Row("leader 0.01, core 0.005, 8 local steps, resync at the end",
+                slim(0.01, 0.005, "leader", "--local-steps 8 --resync-every 117")),
         ),
     ),
     "overlap": Group(
@@ -116,7 +120,7 @@ GROUPS = {
             Row("cyclic 0.02, core 0.01", slim(0.02, 0.01, "cyclic")),
             Row("greedy 0.02, core 0.01", slim(0.02, 0.01, "greedy")),
             Row("greedy 0.005, no core", slim(0.005, NO_CORE, "greedy")),
-            Row("shared 0.3, core 0.15", slim(0.3, 0.15, "shared")),
+            SHARED,
             Row("shared 0.1, core 0.05", slim(0.1, 0.05, "shared")),
             Row("shared 0.1, no core (as SPARTA)", slim(0.1, NO_CORE, "shared")),
             Row("shared 0.02, core 0.01", slim(0.02, 0.01, "shared")),
@@ -138,20 +142,35 @@ GROUPS = {
     "vgg": Group(
         "VGG-style network, SGD, 4 ranks", 4, f"{FASHION} --model vgg --batch-norm --batch-size 32 --epochs 2",
         "test_accuracy", True,
-        (DENSE, REFERENCE, Row("leader 0.02, core 0.01", slim(0.02, 0.01, "leader"))),
+        (DENSE, REFERENCE, SHARED, Row("leader 0.02, core 0.01", slim(0.02, 0.01, "leader"))),
     ),
     "googlenet": Group(
         "GoogLeNet-style network, SGD, 4 ranks", 4, f"{FASHION} --model googlenet --batch-size 32 --steps 600",
         "test_accuracy", True,
-        (DENSE, REFERENCE, Row("leader 0.02, core 0.01", slim(0.02, 0.01, "leader"))),
+        (DENSE, REFERENCE, SHARED, Row("leader 0.02, core 0.01", slim(0.02, 0.01, "leader"))),
     ),
     "gpt": Group(
-        "Small GPT, AdamW, 4 ranks", 4, GPT, "bits_per_character", False,
+        "Small GPT, AdamW, 2 ranks", 2, "examples/char_gpt.py --steps 1000 --batch-size 16",
+        "bits_per_character", False,
         (
             DENSE,
             REFERENCE,
             Row("reference, no restored norm", slim(0.3, 0.15, "random", "--restore-norm False")),
-            Row("shared 0.3, core 0.15", slim(0.3, 0.15, "shared")),
+            SHARED,
+            Row("leader 0.1, core 0.05", slim(0.1, 0.05, "leader")),
+            Row("dense, half the learning rate", "--method dense --lr 0.003"),
+            Row("dense, twice the learning rate", "--method dense --lr 0.012"),
+            Row("reference, half the learning rate", slim(0.3, 0.15, "random", "--lr 0.003")),
+            Row("reference, twice the learning rate", slim(0.3, 0.15, "random", "--lr 0.012")),
+        ),
+    ),
+    "gpt-4-ranks": Group(
+        "Small GPT, AdamW, 4 ranks", 4, "examples/char_gpt.py --steps 1000", "bits_per_character", False,
+        (
+            DENSE,
+            REFERENCE,
+            Row("reference, no restored norm", slim(0.3, 0.15, "random", "--restore-norm False")),
+            SHARED,
             Row("leader 0.1, core 0.05", slim(0.1, 0.05, "leader")),
             Row("leader 0.02, core 0.01", slim(0.02, 0.01, "leader")),
             Row("reference, twice the learning rate", slim(0.3, 0.15, "random", "--lr 0.012")),
@@ -200,6 +219,11 @@ def records_in(results: Path) -> list[Record]:
 
 def run(args: argparse.Namespace) -> int:
     """Train what is missing; 1 if a run failed."""
+    labels = {row.label for name in args.groups for row in GROUPS[name].rows}
+    unknown = sorted(set(args.rows or ()) - labels)
+    if unknown:
+        print(f"error: no row {unknown[0]!r} in {', '.join(args.groups)}; `list` shows the labels", file=sys.stderr)
+        return 2
     failed = 0
     args.results.parent.mkdir(parents=True, exist_ok=True)
     for seed in args.seeds:
@@ -207,7 +231,8 @@ def run(args: argparse.Namespace) -> int:
             group = GROUPS[name]
             for row in group.rows:
                 command = group.command(row, seed)
-                if find(records_in(args.results), group.ranks, command) is None:
+                wanted = not args.rows or row.label in args.rows
+                if wanted and find(records_in(args.results), group.ranks, command) is None:
                     failed += not train(group.ranks, command, args.results, args.limit)
     if failed:
         print(f"error: {failed} run(s) failed; the same command tries them again", file=sys.stderr)
@@ -370,6 +395,7 @@ def main() -> int:
     runs = verbs.add_parser("run", help="train what is missing")
     runs.add_argument("groups", nargs="*", choices=[*GROUPS, []], help=f"of {', '.join(GROUPS)}; all by default")
     runs.add_argument("--seeds", type=int, nargs="+", default=[0])
+    runs.add_argument("--rows", nargs="+", metavar="LABEL", help="only these")
     runs.set_defaults(action=run)
     shows = verbs.add_parser("show", help="tables and charts")
     shows.add_argument("--out", type=Path, default=RESULTS)
