@@ -65,6 +65,8 @@ def main() -> None:
     parser.add_argument("file", help="JSON lines written with --json-out")
     parser.add_argument("--png", metavar="FILE", help="draw the curves into this file")
     args = parser.parse_args()
+    if not Path(args.file).is_file():
+        sys.exit(f"error: there is no file {args.file}; give the file that was named with --json-out")
     try:
         records = read_records(args.file)
     except ValueError as error:

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -198,3 +199,20 @@ def test_a_browser_shows_the_page_without_errors(file: str, tmp_path: Path) -> N
     assert console == [sizes]
     assert [int(size) > 300 for size in re.findall(r"\d+", sizes.split("SIZES")[1].split('"')[0])] == [True] * 4
     assert shot.stat().st_size > 50_000
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [(None, "there is no file"), ("", "holds no runs"), ("half a li", "line 1 is not a run")],
+    ids=("missing", "empty", "broken"),
+)
+def test_the_examples_report_says_what_is_wrong_with_a_file(content: str | None, text: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    if content is not None:
+        path.write_text(content)
+    script = EXAMPLE.parents[1] / "report.py"
+    done = subprocess.run([sys.executable, str(script), str(path)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert text in done.stderr
+    assert str(path) in done.stderr
+    assert "Traceback" not in done.stderr
