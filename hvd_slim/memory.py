@@ -23,7 +23,7 @@ SWEPT = 2**25
 _SEARCHED_WHOLE = 2**18
 #: values that a codec works on at once
 _CODEC_CHUNK = 2**18
-_SMALL = 2**17  # bytes for whatever does not grow with the model
+_SMALL = 3 * 2**16  # bytes for whatever does not grow with the model
 _SMALL_PER_RANK = 2**10
 
 

@@ -251,59 +251,42 @@ int64_t hvd_slim_sample(const scores *s, int64_t stride, float *out)
     return found;
 }
 
-/* Every score. */
-WIDE void hvd_slim_scores(const scores *s, float *out)
+/* Coordinates whose score is at least `low`, and their scores, of which at most `room`; returns how many there are. */
+WIDE int64_t hvd_slim_reaching(const scores *s, float low, int32_t *at, float *score, int64_t room)
 {
-    EACH_BLOCK(s, memcpy(out + begin, block, sizeof(float) * (size_t)(end - begin)););
-}
-
-/* The scores in [low, high] in their order, of which at most `room`; returns how many there are,
- * and how many lie above. */
-WIDE int64_t hvd_slim_between(const scores *s, float low, float high, float *out, int64_t room, int64_t *above)
-{
-    int64_t found = 0, passed = 0;
+    int64_t found = 0;
     EACH_BLOCK(
         s,
-        int32_t over = 0;
-        for (int64_t i = 0; i < length; i++)
-            over += block[i] > high;
-        passed += over;
         for (int64_t i = 0; i < length; i += FEW) {
-            uint8_t inside[FEW];
+            uint8_t reaching[FEW];
             for (int j = 0; j < FEW; j++)
-                inside[j] = (block[i + j] >= low) & (block[i + j] <= high);
-            for (uint32_t those = bits_of(inside); those; those &= those - 1, found++)
-                if (found < room)
-                    out[found] = block[i + __builtin_ctz(those)];
+                reaching[j] = block[i + j] >= low;
+            for (uint32_t those = bits_of(reaching); those; those &= those - 1, found++)
+                if (found < room) {
+                    int64_t here = i + __builtin_ctz(those);
+                    at[found] = (int32_t)(begin + here);
+                    score[found] = block[here];
+                }
         });
-    *above = passed;
     return found;
 }
 
-/* Where scores exceed `threshold`, and the first `ties` places where they equal it. Places are counted among scores of
- * at least `least`. At most `room`; returns how many there are. */
-WIDE int64_t hvd_slim_places(const scores *s, float threshold, int64_t ties, float least, int32_t *out, int64_t room)
+/* Of `count` ascending coordinates those whose score exceeds `threshold`, and the first `ties` of those that equal it,
+ * as places among the coordinates that are not `outside`; returns how many there are. */
+int64_t hvd_slim_keep(
+    const int32_t *at, const float *score, int64_t count, float threshold, int64_t ties, const int32_t *outside,
+    int64_t outside_count, int32_t *out, int64_t room)
 {
-    int64_t found = 0, place = 0;
-    EACH_BLOCK(
-        s,
-        for (int64_t i = 0; i < length; i += FEW) {
-            uint8_t reaching[FEW], counted[FEW];
-            for (int j = 0; j < FEW; j++) {
-                reaching[j] = block[i + j] >= threshold;
-                counted[j] = block[i + j] >= least;
-            }
-            uint32_t before = bits_of(counted);
-            for (uint32_t those = bits_of(reaching); those; those &= those - 1) {
-                int bit = __builtin_ctz(those);
-                if (block[i + bit] == threshold && ties-- <= 0)
-                    continue;
-                if (found < room)
-                    out[found] = (int32_t)(place + __builtin_popcount(before & ((1u << bit) - 1)));
-                found++;
-            }
-            place += __builtin_popcount(before);
-        });
+    int64_t found = 0, below = 0;
+    for (int64_t i = 0; i < count; i++) {
+        if (!(score[i] >= threshold) || (score[i] == threshold && ties-- <= 0))
+            continue;
+        while (below < outside_count && outside[below] < at[i])
+            below++;
+        if (found < room)
+            out[found] = (int32_t)(at[i] - below);
+        found++;
+    }
     return found;
 }
 

@@ -16,20 +16,27 @@ from collections.abc import Sequence
 import torch
 
 
-def _load() -> ctypes.CDLL | None:
+def _load() -> tuple[ctypes.CDLL | None, str | None]:
+    """(the library, None), or (None, why it is not there)."""
     if os.environ.get("HVD_SLIM_NATIVE", "1") == "0":
-        return None
+        return None, SWITCHED_OFF
     found = importlib.util.find_spec("hvd_slim._native")
     if found is None or found.origin is None:
-        return None
-    library = ctypes.CDLL(found.origin)
-    for name in ("draw", "sample", "between", "places", "set_places"):
-        getattr(library, f"hvd_slim_{name}").restype = ctypes.c_int64
-    library.hvd_slim_is_finite.restype = ctypes.c_int32
-    return library
+        return None, "not built"
+    try:
+        library = ctypes.CDLL(found.origin)
+        for name in ("draw", "sample", "reaching", "keep", "set_places"):
+            getattr(library, f"hvd_slim_{name}").restype = ctypes.c_int64
+        library.hvd_slim_is_finite.restype = ctypes.c_int32
+    except (OSError, AttributeError) as error:  # built for another machine, or from another version's native.c
+        return None, f"built, but does not load: {error}"
+    return library, None
 
 
-_library = _load()
+SWITCHED_OFF = "switched off by HVD_SLIM_NATIVE=0"
+
+#: the library, and why it is not there; ``hvd-slim doctor`` says so
+_library, problem = _load()
 
 
 def available() -> bool:
@@ -162,9 +169,9 @@ class Scores:
         gradients: Sequence[torch.Tensor | None] = (), scale: float = 1.0, gradient_scale: float = 1.0,
         factor: float = 0.0, outside: torch.Tensor | None = None, sent: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        self.n = n
+        self.n, self._outside = n, outside
         addresses = (ctypes.c_void_p * len(gradients))(*(None if g is None else g.data_ptr() for g in gradients))
-        self._alive = segments, mean, gradients, addresses, outside, sent
+        self._alive = segments, mean, gradients, addresses, sent
         self._scores = _Scores(
             ctypes.addressof(segments), len(segments), None if mean is None else mean.data_ptr(),
             ctypes.addressof(addresses), scale, gradient_scale, factor,
@@ -181,26 +188,23 @@ class Scores:
         self._call("sample", _count(stride), _pointer(out))
         return out
 
-    def everywhere(self) -> torch.Tensor:
-        """Every score: shape (n,)."""
-        out = torch.empty(self.n)
-        self._call("scores", _pointer(out))
-        return out
+    def reaching(self, low: float, room: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Ascending coordinates whose score is at least ``low``, int32, and their scores; None if there are more than
+        ``room``."""
+        at, score = torch.empty(room, dtype=torch.int32), torch.empty(room)
+        found = self._call("reaching", _float(low), _pointer(at), _pointer(score), _count(room))
+        return (at[:found], score[:found]) if found <= room else None
 
-    def between(self, low: float, high: float, room: int) -> tuple[torch.Tensor | None, int]:
-        """(the scores in [low, high]; None if there are more than ``room``), (how many lie above)."""
-        out, above = torch.empty(room), ctypes.c_int64()
-        found = self._call("between", _float(low), _float(high), _pointer(out), _count(room), ctypes.byref(above))
-        return out[:found] if found <= room else None, above.value
-
-    def places(self, threshold: float, ties: int, least: float, count: int) -> torch.Tensor:
-        """Where ``count`` scores exceed ``threshold``, or equal it (the first ``ties``): int32, ascending.
-
-        Args:
-            least: coordinates with a score below it are not counted in the places of others.
-        """
+    def places(self, at: torch.Tensor, score: torch.Tensor, threshold: float, ties: int, count: int) -> torch.Tensor:
+        """Of what ``reaching`` gave, the ``count`` coordinates whose score exceeds ``threshold``, or equals it (the
+        first ``ties``): as places among those that are not outside, int32, ascending."""
         out = torch.empty(count, dtype=torch.int32)
-        found = self._call("places", _float(threshold), _count(ties), _float(least), _pointer(out), _count(count))
+        outside = self._outside
+        found = _call(
+            "keep", _pointer(at), _pointer(score), _count(at.numel()), _float(threshold), _count(ties),
+            None if outside is None else _pointer(outside), _count(0 if outside is None else outside.numel()),
+            _pointer(out), _count(count),
+        )  # fmt: skip
         assert found == count, (found, count)
         return out
 

@@ -37,18 +37,18 @@ def rehearse(arena: Arena, config: SlimConfig, size: int, timed: Timed) -> Rehea
         config: the settings.
         size: K.
     """
-    sample = _Sample(arena)
+    sample = Sample(arena)
     paths: dict[str, OwnWork] = {}
     selection: float | None = None
     for path in allowed_paths(config, arena.n):
-        rehearsal = _Rehearsal(path, sample, config, min(size, REHEARSED_RANKS) if path == "allgather" else size)
+        rehearsal = Rehearsal(path, sample, config, min(size, REHEARSED_RANKS) if path == "allgather" else size)
         if path != "dense" and selection is None:
             selection = rehearsal.selection(timed)  # on any path the same
         usual = rehearsal.usual(timed)
         if path == "allgather" and size > REHEARSED_RANKS:
             # What others send costs as much for each; of very many it would take too long to find out.
             few = REHEARSED_RANKS // 2
-            of_few = _Rehearsal(path, sample, config, few).usual(timed)
+            of_few = Rehearsal(path, sample, config, few).usual(timed)
             usual += (size - REHEARSED_RANKS) * max(usual - of_few, 0.0) / (REHEARSED_RANKS - few)
         if path == "dense":
             paths[path] = OwnWork(usual, usual, 0.0)
@@ -58,11 +58,16 @@ def rehearse(arena: Arena, config: SlimConfig, size: int, timed: Timed) -> Rehea
     return Rehearsed(sample.arena.n, paths)
 
 
-class _Sample:
-    """Random numbers in the shapes, dtypes and places of the first parameters, the last one cut off, as parameters."""
+class Sample:
+    """Random numbers in the shapes, dtypes and places of the first parameters, the last one cut off, as parameters.
 
-    def __init__(self, arena: Arena) -> None:
-        named, left = [], PROBED
+    Args:
+        arena: whose parameters are stood in for.
+        most: parameters that there may be.
+    """
+
+    def __init__(self, arena: Arena, most: int = PROBED) -> None:
+        named, left = [], most
         for segment in arena.segments():
             real = segment.real
             cut = real.numel() > left
@@ -89,10 +94,17 @@ class _Sample:
             self._swept.add_(1)
 
 
-class _Rehearsal:
-    """One path's rounds on a sample."""
+class Rehearsal:
+    """One path's rounds on a sample.
 
-    def __init__(self, path: str, sample: _Sample, config: SlimConfig, size: int) -> None:
+    Args:
+        path: of the exchange.
+        sample: the parameters.
+        config: the settings.
+        size: K.
+    """
+
+    def __init__(self, path: str, sample: Sample, config: SlimConfig, size: int) -> None:
         self._sample, self._arena, self._config = sample, sample.arena, config
         self._transport = _Echo(size)
         model = GlobalModel(self._arena)
@@ -101,15 +113,15 @@ class _Rehearsal:
         self._has_leader = False
         sample.step()
         if isinstance(self._exchange, SlimExchange):
-            self._choose()
-            self._look_up()
+            self.choose()
+            self.look_up()
             explorer = self._exchange.explorer
             if config.explorer not in SHARED_EXPLORERS:
                 _draw_alike(explorer)
             self._has_leader = isinstance(explorer, LeaderExplorer) and explorer.count > 0
             if self._has_leader:
                 # Rounds are rehearsed as one whom the leader tells: its choice is measured by itself.
-                self._lead()
+                self.lead()
                 self._transport.rank = 1
 
     @property
@@ -119,21 +131,21 @@ class _Rehearsal:
 
     def usual(self, timed: Timed) -> float:
         """A round of the path's own kind."""
-        seconds = timed(lambda: self._seconds(self._round), False)
+        seconds = timed(lambda: self.seconds(self.round), False)
         if self._has_leader:
-            seconds += timed(lambda: self._seconds(self._lead), True)
+            seconds += timed(lambda: self.seconds(self.lead), True)
         return seconds
 
     def everything(self, timed: Timed) -> float:
         """A dense exchange at full width."""
-        return timed(lambda: self._seconds(self._everything), False)
+        return timed(lambda: self.seconds(self._everything), False)
 
     def selection(self, timed: Timed) -> float:
         """One rank chooses a core, and all take it up."""
-        choice = timed(lambda: self._seconds(self._choose), True)
-        return choice + timed(lambda: self._seconds(self._look_up), False)
+        choice = timed(lambda: self.seconds(self.choose), True)
+        return choice + timed(lambda: self.seconds(self.look_up), False)
 
-    def _seconds(self, action: Callable[[], object]) -> float:
+    def seconds(self, action: Callable[[], object]) -> float:
         """Of one call after a step, what was started on the device included, what collectives bring not."""
         self._sample.step()
         self._synchronize()
@@ -149,7 +161,8 @@ class _Rehearsal:
 
     # What is timed ---------------------------------------------------------------------------------------------------
 
-    def _round(self) -> None:
+    def round(self) -> None:
+        """All of a round, but for the collectives and a leader's choice."""
         self._is_finite()
         flight = self._exchange.launch(0, self._config.overlap)
         # Owners answer as many as they were asked for: not quite alike.
@@ -165,19 +178,23 @@ class _Rehearsal:
         if self._config.on_nonfinite == "raise":
             self._arena.is_finite()
 
-    def _lead(self) -> None:
+    def draw(self) -> None:
+        """This rank finds out its explorers' coordinates, which is a part of a round."""
+        self._slim.coordinates_at(self._slim.explorer.draw(0, self._transport.rank).positions)
+
+    def lead(self) -> None:
         """A leader chooses the explorers of a round."""
         exchange = self._slim
         draw = exchange.explorer.draw(0, 0, exchange.largest_updates())
         self._transport.told = exchange.explorer.pack(draw, 0, exchange.explorer.count)
 
-    def _choose(self) -> None:
+    def choose(self) -> None:
         """One rank chooses a core."""
         config, count = self._config, self._slim.core_count
         core = significance.most_significant(self._arena, config.gradient_weight, config.normalize, count)
         self._core = sets.pack_indices(core, self._arena.n)
 
-    def _look_up(self) -> None:
+    def look_up(self) -> None:
         """All take up a core."""
         self._slim.set_core(sets.unpack_indices(self._core, self._slim.core_count, self._arena.n))
 

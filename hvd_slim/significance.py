@@ -168,20 +168,25 @@ def top_coordinates(score: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def top_places(scores: native.Scores, count: int) -> torch.Tensor:
-    """The same in compiled passes; coordinates with a negative score do not count in the places of the others.
+    """The same in a compiled pass, as places among the coordinates that are not outside.
 
     Args:
-        count: at most the number of scores that are not negative.
+        count: at most their number.
     """
-    n, inside, above = scores.n, None, 0
     if count == 0:
         return torch.empty(0, dtype=torch.int32)
+    n, candidates, high = scores.n, None, float("inf")
     if n > 4 * _SAMPLE:
-        inside, above = scores.between(*_bracket(scores.sample(n // _SAMPLE), count / n), n // 16)
-    if inside is None or not above < count <= above + inside.numel():
-        inside, above = scores.everywhere(), 0
+        low, high = _bracket(scores.sample(n // _SAMPLE), count / n)
+        candidates = scores.reaching(max(low, 0.0), count + n // 16)
+    if candidates is not None:
+        inside, above = between(candidates[1], 0.0, high)
+    if candidates is None or not above < count <= above + inside.numel():
+        candidates = scores.reaching(0.0, n)
+        assert candidates is not None
+        inside, above = candidates[1], 0
     threshold, wanted, _ = _threshold(inside, count - above)
-    return scores.places(threshold, wanted, 0.0, count)
+    return scores.places(*candidates, threshold, wanted, count)
 
 
 def _bracket(sample: torch.Tensor, share: float) -> tuple[float, float]:

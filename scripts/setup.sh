@@ -56,7 +56,10 @@ build_horovod() {
 
 # The stamp names what was installed, so that a second run has nothing to ask the network.
 stamp_is_current() { [ -f "$STAMP" ] && [ "$(cat "$STAMP")" = "$(fingerprint)" ]; }
-fingerprint() { cat "$CONSTRAINTS" setup.py | sha256sum; }
+fingerprint() { cat "$CONSTRAINTS" setup.py hvd_slim/native.c | sha256sum; }
+
+# Whether the compiled passes were built here before native.c last changed.
+native_is_old() { [ -n "$(find hvd_slim -maxdepth 1 -name '_native*.so' ! -newer hvd_slim/native.c)" ]; }
 
 choose_python
 if [ "$IN_VENV" = 1 ]; then
@@ -72,7 +75,8 @@ if [ "$IN_VENV" = 1 ]; then
     fi
 else
     say "using the active environment: $PYTHON"
-    if ! "$PYTHON" -c 'import hvd_slim, tqdm, matplotlib, pytest, pytest_timeout, xdist, hypothesis, psutil, mpi4py, tensorboard, pdoc' 2>/dev/null \
+    # From another folder: from this one hvd_slim imports without being installed.
+    if native_is_old || ! (cd / && "$PYTHON" -c 'import hvd_slim, tqdm, matplotlib, pytest, pytest_timeout, xdist, hypothesis, psutil, mpi4py, tensorboard, pdoc') 2>/dev/null \
         || ! "$PYTHON" -m ruff --version >/dev/null 2>&1 || ! "$PYTHON" -m mypy --version >/dev/null 2>&1; then
         # The environment's own torch, numpy and Horovod stay as they are.
         pip_install -e '.[examples,test]'

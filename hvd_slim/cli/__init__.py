@@ -1,4 +1,4 @@
-"""The ``hvd-slim`` command: doctor, plan, bench and report. ``python -m hvd_slim`` is the same.
+"""The ``hvd-slim`` command: doctor, plan, bench, kernels and report. ``python -m hvd_slim`` is the same.
 
 Exit statuses: 0 done; 1 a problem was found, or the work failed; 2 the command cannot be carried out as it was given.
 """
@@ -17,12 +17,13 @@ from typing import Any
 from hvd_slim import launchers
 from hvd_slim.cli.errors import FAILED, MISUSED, OK, UsageError
 
-_COMMANDS = ("doctor", "plan", "bench", "report")
+_COMMANDS = ("doctor", "plan", "bench", "kernels", "report")
 _EPILOG = """examples:
   hvd-slim doctor                                        what is installed and how it fits together
   mpirun -np 4 hvd-slim doctor                           the same as a job would find it, on every rank
   hvd-slim plan 25.6M --ranks 8 --bandwidth 10gbit       what slim would save
   mpirun -np 4 hvd-slim bench 4M                         what a round takes here, beside what is predicted
+  hvd-slim kernels 25.6M                                 what choosing, packing and merging take on one core
   hvd-slim report run.jsonl                              run.html: what a run sent, and where its time went
 """
 

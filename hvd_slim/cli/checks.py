@@ -6,6 +6,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
+from hvd_slim import native
 from hvd_slim.cli.facts import Facts
 
 OK, WARNING, ERROR = "ok", "warning", "error"
@@ -148,6 +149,23 @@ def _torch(ranks: Sequence[Facts]) -> Iterator[Finding]:
         yield Finding("torch", OK, text)
 
 
+def _native(ranks: Sequence[Facts]) -> Iterator[Finding]:
+    bad = [(rank, facts["native"]["problem"]) for rank, facts in enumerate(ranks) if facts["native"]["problem"]]
+    if bad:
+        remedy = (
+            "unset HVD_SLIM_NATIVE" if bad[0][1] == native.SWITCHED_OFF
+            else "with a C compiler on PATH, `bash scripts/setup.sh`, or install hvd_slim again"
+        )  # fmt: skip
+        yield Finding(
+            "native", WARNING, f"compiled passes are not in use, torch does their work, slower: {bad[0][1]}"
+            + _on(bad, ranks), remedy,
+        )  # fmt: skip
+    elif all(facts["native"]["serves"] for facts in ranks):
+        yield Finding("native", OK, "compiled passes are in use for tensors on the CPU")
+    else:
+        yield Finding("native", OK, "compiled passes are there, for ranks with one thread; with more, torch's are used")
+
+
 def _threads(ranks: Sequence[Facts]) -> Iterator[Finding]:
     crowded = []
     for host, members in _by_host(ranks).items():
@@ -242,7 +260,7 @@ def _common_variables(ranks: Sequence[Facts]) -> list[str]:
 
 
 _CHECKS: tuple[Callable[[Sequence[Facts]], Iterator[Finding]], ...] = (
-    _horovod, _ranks, _mpi, _mpi4py, _torch, _threads, _busy_waiting, _slurm, _agreement
+    _horovod, _ranks, _mpi, _mpi4py, _torch, _native, _threads, _busy_waiting, _slurm, _agreement
 )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import hvd_slim
-from hvd_slim import horovod_module, launchers
+from hvd_slim import horovod_module, launchers, native
 from hvd_slim.transport.mpi_environment import MpiTransportError, load_mpi
 
 Facts = dict[str, Any]
@@ -43,6 +43,7 @@ def before_horovod() -> Facts:
             "devices": torch.cuda.device_count() if torch.cuda.is_available() else 0,
             "nccl": _nccl(),
         },
+        "native": {"problem": native.problem, "serves": native.serves()},
         "threads": _threads(),
         "cores": sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(_cores())),
         "cores_of_host": _cores(),

@@ -109,7 +109,7 @@ def test_mistakes_are_one_line_and_status_2(
     assert printed.out == ""
 
 
-@pytest.mark.parametrize("verb", ["doctor", "plan", "bench", "report"])
+@pytest.mark.parametrize("verb", ["doctor", "plan", "bench", "kernels", "report"])
 def test_help_has_examples(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main([verb, "--help"])

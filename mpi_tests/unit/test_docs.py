@@ -158,7 +158,7 @@ def test_a_command_that_names_nothing_is_found() -> None:
 def test_examples_in_help_are_accepted(capsys: pytest.CaptureFixture[str]) -> None:
     """Every example of every ``--help``, read by the parser that printed it."""
     found = 0
-    for verb in ("doctor", "plan", "bench", "report"):
+    for verb in ("doctor", "plan", "bench", "kernels", "report"):
         with pytest.raises(SystemExit):
             cli.main([verb, "--help"])
         for line in re.findall(rf"hvd-slim {verb}[^\n]*", capsys.readouterr().out.partition("examples:")[2]):

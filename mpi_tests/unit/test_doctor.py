@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 import json
 import os
+import shutil
 import subprocess
 import sys
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hvd_slim import launchers
+from hvd_slim import launchers, native
 from hvd_slim.cli import checks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,7 +40,7 @@ def doctor(folder: Path | None = None, **environment: str) -> dict[str, Any]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "OMPI_C", "HOROVOD"))}
     paths = [str(path) for path in (folder, ROOT) if path]
     done = subprocess.run(
-        [sys.executable, "-m", "hvd_slim", "doctor", "--json"], capture_output=True, text=True, timeout=120,
+        [sys.executable, "-m", "hvd_slim", "doctor", "--json"], capture_output=True, text=True, timeout=120, cwd=folder,
         env={**clean, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), **environment},
     )  # fmt: skip
     assert "Traceback" not in done.stderr, done.stderr
@@ -64,15 +66,10 @@ def fake_horovod(folder: Path, torch_module: str) -> Path:
 def test_all_is_well() -> None:
     """CASES 46."""
     answer = doctor()
-    assert answer["status"] == "ok", answer
-    assert {found["subject"] for found in answer["findings"]} == {
-        "horovod",
-        "ranks",
-        "mpi",
-        "mpi4py",
-        "torch",
-        "threads",
-    }
+    levels = {found["subject"]: found["level"] for found in answer["findings"]}
+    compiled = levels.pop("native")
+    assert levels == dict.fromkeys(("horovod", "ranks", "mpi", "mpi4py", "torch", "threads"), "ok"), answer
+    assert compiled == ("ok" if native.available() else "warning"), answer  # there may be no compiler
     assert answer["ranks"][0]["versions"]["horovod"]
 
 
@@ -114,8 +111,7 @@ def test_mpi4py_against_another_mpi(tmp_path: Path) -> None:
     package = tmp_path / "mpi4py"
     package.mkdir()
     (package / "__init__.py").write_text("class rc: initialize = True")
-    suffix = next(iter(__import__("importlib.machinery").machinery.EXTENSION_SUFFIXES))
-    (package / f"MPI{suffix}").write_bytes(b"\x7fELF\0libmpich.so.12\0libc.so.6\0")
+    (package / f"MPI{EXTENSION_SUFFIXES[0]}").write_bytes(b"\x7fELF\0libmpich.so.12\0libc.so.6\0")
     found = finding(doctor(tmp_path), "mpi4py")
     assert found["level"] == "error"
     assert "another MPI than Horovod" in found["text"]
@@ -144,6 +140,26 @@ def test_more_threads_than_cores() -> None:
     assert found["level"] == "warning"
     assert f"{cores + 3} threads of 1 rank" in found["text"]
     assert f"OMP_NUM_THREADS={cores}" in found["remedy"]
+
+
+def test_compiled_passes_switched_off() -> None:
+    found = finding(doctor(HVD_SLIM_NATIVE="0"), "native")
+    assert found["level"] == "warning"
+    assert "switched off by HVD_SLIM_NATIVE=0" in found["text"]
+    assert found["remedy"] == "unset HVD_SLIM_NATIVE"
+
+
+@pytest.mark.parametrize(("content", "text"), [(None, "not built"), (b"of another machine", "does not load")], ids=str)
+def test_compiled_passes_that_are_not_there(content: bytes | None, text: str, tmp_path: Path) -> None:
+    """hvd_slim imports without them; the doctor says why they are not used."""
+    copied = tmp_path / "hvd_slim"
+    shutil.copytree(ROOT / "hvd_slim", copied, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    if content:
+        (copied / f"_native{EXTENSION_SUFFIXES[0]}").write_bytes(content)
+    found = finding(doctor(tmp_path, HVD_SLIM_NATIVE="1"), "native")
+    assert found["level"] == "warning"
+    assert text in found["text"]
+    assert "C compiler" in found["remedy"]
 
 
 STEP_OF_4 = {
@@ -185,6 +201,7 @@ def several(facts: Any, count: int, cores: int = 64) -> list[Any]:
     for rank, one in enumerate(ranks):
         one["launcher"] = {"name": "mpirun (Open MPI)", "rank": rank, "size": count}
         one["horovod"] |= {"rank": rank, "size": count, "local_size": count}
+        one["native"] = {"problem": None, "serves": True}
         one["cores"], one["cores_of_host"], one["threads"] = list(range(cores)), cores, 1
         one["environment"].pop("OMPI_MCA_mpi_yield_when_idle", None)  # the tests themselves may run with it
     return ranks
@@ -218,6 +235,16 @@ def test_a_rank_that_is_bound_to_fewer_cores_than_it_has_threads(alone_facts: An
     ranks = several(alone_facts, 2)
     ranks[1]["cores"], ranks[1]["threads"] = [5], 4
     assert "rank 1 has 4 threads but is bound to 1 core" in worst(ranks, "threads").text
+
+
+def test_compiled_passes_on_some_ranks(alone_facts: Any) -> None:
+    ranks = several(alone_facts, 2)
+    assert "in use" in worst(ranks, "native").text
+    ranks[1]["native"]["serves"] = False
+    assert "for ranks with one thread" in worst(ranks, "native").text
+    ranks[1]["native"]["problem"] = "not built"
+    assert worst(ranks, "native").level == "warning"
+    assert "not built (on rank 1" in worst(ranks, "native").text
 
 
 def test_busy_waiting(alone_facts: Any) -> None:
