@@ -177,6 +177,10 @@ GROUPS = {
             Row("dense, twice the learning rate", "--method dense --lr 0.012"),
         ),
     ),
+    "embedding": Group(
+        "A large embedding table, Adam, 2 ranks", 2, "examples/embedding_lm.py", "bits_per_word", False,
+        (DENSE, REFERENCE, SHARED, Row("leader 0.1, core 0.05", slim(0.1, 0.05, "leader"))),
+    ),
     "learning-rates": Group(
         "Dense at other learning rates: was it tuned with equal care?", 4, FASHION, "test_accuracy", True,
         tuple(

@@ -134,7 +134,7 @@ def _example(record: Record) -> Run:
     dense = record["bytes_sent"] / ratio if ratio else 0.0
     for point in record["curve"]:
         last = point is record["curve"][-1]
-        names = ("test_loss", "test_accuracy")
+        names = ("test_loss", record.get("metric", "test_accuracy"))
         run.points.append(
             Point(
                 point["step"], point.get("seconds"), {k: point[k] for k in names if point.get(k) is not None},
