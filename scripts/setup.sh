@@ -58,13 +58,16 @@ build_horovod() {
 stamp_is_current() { [ -f "$STAMP" ] && [ "$(cat "$STAMP")" = "$(fingerprint)" ]; }
 fingerprint() { cat "$CONSTRAINTS" setup.py hvd_slim/native.c | sha256sum; }
 
+# From another folder: from this one hvd_slim imports without being installed.
+has_hvd_slim() { (cd / && "$PYTHON" -c 'import hvd_slim') >/dev/null 2>&1; }
+
 # Whether the compiled passes were built here before native.c last changed.
 native_is_old() { [ -n "$(find hvd_slim -maxdepth 1 -name '_native*.so' ! -newer hvd_slim/native.c)" ]; }
 
 choose_python
 if [ "$IN_VENV" = 1 ]; then
     STAMP=.venv/hvd_slim.stamp
-    if ! stamp_is_current || ! has_horovod "$PYTHON"; then
+    if ! stamp_is_current || ! has_horovod "$PYTHON" || ! has_hvd_slim; then
         install_debian_packages "$DEBIAN_BUILD"
         make_venv
         say "installing Python packages"
