@@ -9,7 +9,7 @@ It works in one thread. With several threads a rank, torch's own operators share
 from __future__ import annotations
 
 import ctypes
-import importlib.util
+import importlib.machinery
 import os
 from collections.abc import Sequence
 
@@ -20,7 +20,8 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
     """(the library, None), or (None, why it is not there)."""
     if os.environ.get("HVD_SLIM_NATIVE", "1") == "0":
         return None, SWITCHED_OFF
-    found = importlib.util.find_spec("hvd_slim._native")
+    # Beside this file alone: of another installation it may be another version's.
+    found = importlib.machinery.PathFinder.find_spec("hvd_slim._native", [os.path.dirname(__file__)])
     if found is None or found.origin is None:
         return None, "not built"
     try:
