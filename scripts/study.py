@@ -299,12 +299,15 @@ def ratio(group: Group, run: Record) -> float:
 def markdown(group: Group, records: Sequence[Record]) -> str:
     """The group's table."""
     rows, digits = [], 2 if group.better else 4
-    base: list[float] = []
+    base: dict[int, float] = {}
     for row, runs in found(group, records):
         values = [run[group.metric] for run in runs]
-        base = base or values
-        difference = statistics.mean(values) - statistics.mean(base)
-        relative = f"{difference:+.2f}" if group.better else f"{100 * difference / statistics.mean(base):+.2f} %"
+        base = base or {run["seed"]: run[group.metric] for run in runs}
+        same = [(run[group.metric], base[run["seed"]]) for run in runs if run["seed"] in base]
+        relative = "-"
+        if same:  # seed against the same seed
+            difference, dense = (statistics.mean(values) for values in ([a - b for a, b in same], [b for _, b in same]))
+            relative = f"{difference:+.2f}" if group.better else f"{100 * difference / dense:+.2f} %"
         sent = statistics.mean(ratio(group, run) for run in runs)
         rows.append((
             row.label, str(len(runs)), mean_and_spread(values, digits), relative, f"{sent:.4f}",
@@ -317,7 +320,7 @@ def markdown(group: Group, records: Sequence[Record]) -> str:
 def show(args: argparse.Namespace) -> int:
     """Write tables and charts of what is there."""
     records = records_in(args.results)
-    groups = {name: group for name, group in GROUPS.items() if any(found(group, records)) and name != "small"}
+    groups = {name: group for name, group in GROUPS.items() if len(list(found(group, records))) > 1 and name != "small"}
     if not groups:
         print(f"error: {args.results} holds no runs of the grid; `run` makes them", file=sys.stderr)
         return 2
