@@ -11,17 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import (
-    HelpFormatter,
-    Parser,
-    add_run_options,
-    add_slim_options,
-    check_run_options,
-    on_every_rank,
-    require_at_least,
-    slim_config,
-    stop,
-)  # fmt: skip
+from common import Parser, on_every_rank, parse_run, stop
 from datasets import DataError, default_text_folder, read_text
 from models import SmallGPT
 from runlog import BITS_PER_CHARACTER
@@ -42,7 +32,7 @@ EVALUATION_BATCH = 64
 
 def parse_arguments() -> tuple[argparse.Namespace, hvd.SlimConfig | None]:
     """The options, and the Slim-DP configuration if that is the method."""
-    parser = Parser(description=__doc__, epilog=EXAMPLES, formatter_class=HelpFormatter)
+    parser = Parser(description=__doc__, epilog=EXAMPLES)
     parser.add_argument("--data", metavar="DIR", default=default_text_folder(), help="folder with .txt files")
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--batch-size", type=int, default=8, help="sequences a step on each rank")
@@ -52,16 +42,11 @@ def parse_arguments() -> tuple[argparse.Namespace, hvd.SlimConfig | None]:
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--lr", type=float, default=0.006, help="highest learning rate; a cosine takes it to 0")
     parser.add_argument("--weight-decay", type=float, default=0.01)
-    add_run_options(parser)
-    parser.set_defaults(warmup_steps=100)
-    add_slim_options(parser)
-    args = parser.parse_args()
-    check_run_options(parser, args)
-    require_at_least(parser, args, 1, "steps", "batch_size", "context", "width", "layers", "heads")
+    least_one = ("steps", "batch_size", "context", "width", "layers", "heads")
+    args, config = parse_run(parser, *least_one, warmup_steps=100)
     if args.width % args.heads:
         parser.error(f"argument --width: {args.width} is not a multiple of --heads {args.heads}")
-    config = slim_config(parser, args)
-    return args, config if args.method == "slim" else None
+    return args, config
 
 
 def encoded(text: str) -> tuple[torch.Tensor, int]:

@@ -30,16 +30,27 @@ class Checkpoints:
                 old.unlink()
 
     def load(self) -> dict[str, Any] | None:
-        """This rank's state in the latest checkpoint, rank 0's if that was written by another number of ranks."""
+        """This rank's state in the latest checkpoint, rank 0's if that was written by another number of ranks.
+
+        Raises:
+            OSError: a file is missing or damaged; the message names it and the remedy.
+        """
         if not self._latest.exists():
             return None
-        latest = torch.load(self._latest, weights_only=True)
+        latest = _read(self._latest)
         rank = hvd.rank() if latest["ranks"] == hvd.size() else 0
-        state: dict[str, Any] = torch.load(self._file(latest["step"], rank, latest["ranks"]), weights_only=True)
-        return state
+        return _read(self._file(latest["step"], rank, latest["ranks"]))
 
     def _file(self, step: int, rank: int, ranks: int) -> Path:
         return self._folder / f"step{step}.rank{rank}of{ranks}.pt"
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        state: dict[str, Any] = torch.load(file, weights_only=True)
+    except Exception as error:  # noqa: BLE001  (torch raises whatever the damage leads to)
+        raise OSError(f"{file} cannot be read ({error}); restore it, or remove its folder to begin anew") from None
+    return state
 
 
 def write(file: Path, state: dict[str, Any]) -> None:

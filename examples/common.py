@@ -85,7 +85,7 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(allow_abbrev=False, **settings)
+        super().__init__(**{"allow_abbrev": False, "formatter_class": HelpFormatter, **settings})
 
     def _print_message(self, message: str, file: Any = None) -> None:
         if hvd.rank() == 0:
@@ -102,7 +102,25 @@ class Parser(argparse.ArgumentParser):
 ABOUT_THE_LAUNCH = {"json_out", "progress", "tensorboard", "checkpoint", "checkpoint_every", "stop_at"}
 
 
-def add_run_options(parser: Parser) -> None:
+def parse_run(parser: Parser, *at_least_one: str, **defaults: Any) -> tuple[argparse.Namespace, hvd.SlimConfig | None]:
+    """All of a run's options, and the Slim-DP configuration if that is the method. Collective if they are refused.
+
+    Args:
+        parser: has the example's own options; those that every example has, and those of ``SlimConfig``, are added.
+        at_least_one: the example's whole numbers that must be.
+        defaults: others than ``_add_run_options`` gives.
+    """
+    _add_run_options(parser)
+    parser.set_defaults(**defaults)
+    add_slim_options(parser)
+    args = parser.parse_args()
+    require_at_least(parser, args, 1, "threads", "evals", "checkpoint_every", "stop_at", *at_least_one)
+    require_at_least(parser, args, 0, "seed", "warmup_steps")
+    config = slim_config(parser, args)
+    return args, config if args.method == "slim" else None
+
+
+def _add_run_options(parser: Parser) -> None:
     """Options that every example has: method, schedule, seed, threads, log, progress bar and checkpoints."""
     parser.add_argument("--method", choices=("dense", "slim"), default="slim", help="dense: plain Horovod")
     parser.add_argument("--warmup-steps", type=int, default=0, help="over which the learning rate rises to --lr")
@@ -120,12 +138,6 @@ def add_run_options(parser: Parser) -> None:
         default=None,
         help="progress bar on rank 0; by default on a terminal only",
     )
-
-
-def check_run_options(parser: Parser, args: argparse.Namespace) -> None:
-    """Refuse what ``add_run_options`` cannot mean."""
-    require_at_least(parser, args, 1, "threads", "evals", "checkpoint_every")
-    require_at_least(parser, args, 0, "seed", "warmup_steps")
 
 
 def add_slim_options(parser: Parser) -> None:

@@ -14,17 +14,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import (
-    HelpFormatter,
-    Parser,
-    add_run_options,
-    add_slim_options,
-    check_run_options,
-    on_every_rank,
-    require_at_least,
-    slim_config,
-)  # fmt: skip
-from datasets import DataError, read_text
+from common import Parser, on_every_rank, parse_run
+from datasets import DataError, default_text_folder, read_text
 from runlog import Metric
 from torch import nn
 from training import Training, agreed_model, warmup_then_cosine
@@ -45,8 +36,8 @@ WORD = re.compile(r"(?<![^\s(])[^\W\d_]+(?!\w)")
 
 def parse_arguments() -> tuple[argparse.Namespace, hvd.SlimConfig | None]:
     """The options, and the Slim-DP configuration if that is the method."""
-    parser = Parser(description=__doc__, epilog=EXAMPLES, formatter_class=HelpFormatter)
-    parser.add_argument("--data", metavar="DIR", help="folder with .txt files; without one, the King James text")
+    parser = Parser(description=__doc__, epilog=EXAMPLES)
+    parser.add_argument("--data", metavar="DIR", default=default_text_folder(), help="folder with .txt files")
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--batch-size", type=int, default=64, help="words to be foretold in a step on each rank")
     parser.add_argument("--context", type=int, default=4, help="words before it that the model sees")
@@ -54,14 +45,7 @@ def parse_arguments() -> tuple[argparse.Namespace, hvd.SlimConfig | None]:
     parser.add_argument("--hidden", type=int, default=128, help="width of the hidden layer")
     parser.add_argument("--answers", type=int, default=1000, help="most frequent words told apart; others are one")
     parser.add_argument("--lr", type=float, default=0.003, help="highest learning rate; a cosine takes it to 0")
-    add_run_options(parser)
-    parser.set_defaults(warmup_steps=50)
-    add_slim_options(parser)
-    args = parser.parse_args()
-    check_run_options(parser, args)
-    require_at_least(parser, args, 1, "steps", "batch_size", "context", "width", "hidden", "answers")
-    config = slim_config(parser, args)
-    return args, config if args.method == "slim" else None
+    return parse_run(parser, "steps", "batch_size", "context", "width", "hidden", "answers", warmup_steps=50)
 
 
 def numbered_words(text: str) -> tuple[torch.Tensor, int]:

@@ -12,16 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import (
-    HelpFormatter,
-    Parser,
-    add_run_options,
-    add_slim_options,
-    check_run_options,
-    on_every_rank,
-    require_at_least,
-    slim_config,
-)  # fmt: skip
+from common import Parser, on_every_rank, parse_run
 from datasets import DataError, Images, default_folder, read_fashion_mnist
 from models import GoogLeNetStyle, SmallCNN, VggStyle
 from runlog import ACCURACY
@@ -46,7 +37,7 @@ EVALUATION_BATCH = 500
 
 def parse_arguments() -> tuple[argparse.Namespace, hvd.SlimConfig | None]:
     """The options, and the Slim-DP configuration if that is the method."""
-    parser = Parser(description=__doc__, epilog=EXAMPLES, formatter_class=HelpFormatter)
+    parser = Parser(description=__doc__, epilog=EXAMPLES)
     parser.add_argument("--data", metavar="DIR", default=default_folder(), help="folder with the four .gz files")
     parser.add_argument("--model", choices=("cnn", "vgg", "googlenet"), default="cnn", help="network")
     parser.add_argument("--width", type=int, help="of vgg (default 8) and googlenet (2): see models.py")
@@ -58,15 +49,10 @@ def parse_arguments() -> tuple[argparse.Namespace, hvd.SlimConfig | None]:
     parser.add_argument("--batch-size", type=int, default=32, help="images a step on each rank")
     parser.add_argument("--lr", type=float, default=0.05, help="highest learning rate; a cosine takes it to 0")
     parser.add_argument("--momentum", type=float, default=0.9)
-    add_run_options(parser)
-    add_slim_options(parser)
-    args = parser.parse_args()
-    check_run_options(parser, args)
-    require_at_least(parser, args, 1, "epochs", "steps", "batch_size", "width")
+    args, config = parse_run(parser, "epochs", "steps", "batch_size", "width")
     if args.model == "cnn" and (args.width is not None or args.batch_norm is not None):
         parser.error("--width and --batch-norm are for --model vgg and googlenet")
-    config = slim_config(parser, args)
-    return args, config if args.method == "slim" else None
+    return args, config
 
 
 def make_model(args: argparse.Namespace) -> nn.Module:

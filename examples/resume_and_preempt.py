@@ -14,7 +14,6 @@ import argparse
 import os
 import signal
 import sys
-import zlib
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,6 +25,7 @@ from common import Parser, add_slim_options, on_every_rank, require_at_least, sl
 from datasets import DataError, Images, default_folder, read_fashion_mnist
 from fashion_mnist import batches, evaluate
 from models import SmallCNN
+from training import checksum
 
 import hvd_slim as hvd
 
@@ -82,14 +82,6 @@ def say(text: str) -> None:
     if hvd.rank() == 0:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
-
-
-def checksum(model: torch.nn.Module) -> int:
-    """CRC-32 of the live parameters' bits."""
-    value = 0
-    for parameter in model.parameters():
-        value = zlib.crc32(parameter.detach().contiguous().view(torch.uint8).numpy().data, value)
-    return value
 
 
 def train(args: argparse.Namespace, config: hvd.SlimConfig, data: Images, test: Images) -> None:

@@ -23,7 +23,9 @@ Evaluate = Callable[[], tuple[float, float]]
 
 def warmup_then_cosine(optimizer: Any, total: int, warmup: int) -> torch.optim.lr_scheduler.LRScheduler:
     """A learning rate that rises to the optimizer's over ``warmup`` steps, and falls to 0 along a cosine until
-    ``total``."""
+    ``total``. Collective if there are too few steps."""
+    if warmup >= total:
+        stop(f"error: --warmup-steps {warmup} leave none of the run's {total} steps; give fewer", 2)
     schedulers = torch.optim.lr_scheduler
     if warmup == 0:
         return schedulers.CosineAnnealingLR(optimizer, T_max=total)

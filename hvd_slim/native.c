@@ -251,8 +251,9 @@ int64_t hvd_slim_sample(const scores *s, int64_t stride, float *out)
     return found;
 }
 
-/* Coordinates whose score is at least `low`, and their scores, of which at most `room`; returns how many there are. */
-WIDE int64_t hvd_slim_reaching(const scores *s, float low, int32_t *at, float *score, int64_t room)
+/* Coordinates whose score exceeds `low`, and the first `ties` of those that equal it, and their scores, of which at most
+ * `room`; returns how many there are. */
+WIDE int64_t hvd_slim_reaching(const scores *s, float low, int64_t ties, int32_t *at, float *score, int64_t room)
 {
     int64_t found = 0;
     EACH_BLOCK(
@@ -261,12 +262,16 @@ WIDE int64_t hvd_slim_reaching(const scores *s, float low, int32_t *at, float *s
             uint8_t reaching[FEW];
             for (int j = 0; j < FEW; j++)
                 reaching[j] = block[i + j] >= low;
-            for (uint32_t those = bits_of(reaching); those; those &= those - 1, found++)
+            for (uint32_t those = bits_of(reaching); those; those &= those - 1) {
+                int64_t here = i + __builtin_ctz(those);
+                if (block[here] == low && ties-- <= 0)
+                    continue;
                 if (found < room) {
-                    int64_t here = i + __builtin_ctz(those);
                     at[found] = (int32_t)(begin + here);
                     score[found] = block[here];
                 }
+                found++;
+            }
         });
     return found;
 }

@@ -189,11 +189,11 @@ class Scores:
         self._call("sample", _count(stride), _pointer(out))
         return out
 
-    def reaching(self, low: float, room: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Ascending coordinates whose score is at least ``low``, int32, and their scores; None if there are more than
-        ``room``."""
+    def reaching(self, low: float, ties: int, room: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Ascending coordinates whose score exceeds ``low``, or equals it (the first ``ties``): int32, with scores.
+        None if there are more than ``room``."""
         at, score = torch.empty(room, dtype=torch.int32), torch.empty(room)
-        found = self._call("reaching", _float(low), _pointer(at), _pointer(score), _count(room))
+        found = self._call("reaching", _float(low), _count(ties), _pointer(at), _pointer(score), _count(room))
         return (at[:found], score[:found]) if found <= room else None
 
     def places(self, at: torch.Tensor, score: torch.Tensor, threshold: float, ties: int, count: int) -> torch.Tensor:

@@ -178,11 +178,12 @@ def top_places(scores: native.Scores, count: int) -> torch.Tensor:
     n, candidates, high = scores.n, None, float("inf")
     if n > 4 * _SAMPLE:
         low, high = _bracket(scores.sample(n // _SAMPLE), count / n)
-        candidates = scores.reaching(max(low, 0.0), count + n // 16)
+        # Of scores that equal the lower bound, as where nothing was learned, more than ``count`` are never chosen.
+        candidates = scores.reaching(max(low, 0.0), count, 2 * count + n // 16)
     if candidates is not None:
         inside, above = between(candidates[1], 0.0, high)
     if candidates is None or not above < count <= above + inside.numel():
-        candidates = scores.reaching(0.0, n)
+        candidates = scores.reaching(0.0, count, n)
         assert candidates is not None
         inside, above = candidates[1], 0
     threshold, wanted, _ = _threshold(inside, count - above)
