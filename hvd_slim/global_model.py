@@ -117,9 +117,12 @@ class GlobalModel:
     def pending_update_everywhere(self, out: torch.Tensor) -> torch.Tensor:
         """u_k at every coordinate, into ``out`` of shape (n,), value dtype."""
         for segment, mean in self._views():
-            u = out[segment.start : segment.stop]
-            u.copy_(segment.read_all())
-            u.sub_(mean)
+            u, live = out[segment.start : segment.stop], segment.read_all()
+            if live.dtype == u.dtype and live.device == u.device:
+                torch.sub(live, mean, out=u)
+            else:
+                u.copy_(live)
+                u.sub_(mean)
         return out
 
     def absorb_everywhere(self, change: torch.Tensor) -> None:
@@ -140,6 +143,9 @@ def _keeps_rest(dtype: torch.dtype) -> bool:
 
 def _add(mean: torch.Tensor, rest: torch.Tensor | None, change: torch.Tensor) -> None:
     """mean += change, rounded; what rounding kept back before is added, what it keeps back now is kept."""
+    if rest is None and mean.dtype == change.dtype:
+        mean.add_(change)
+        return
     summed = mean + change
     if rest is not None:
         summed += rest

@@ -198,15 +198,27 @@ def _described(prediction: Prediction) -> str:
     return f"{prediction.path} {prediction.seconds * 1e3:.3g} ms a round, {own}"
 
 
+def messages(n: int, ranks: int, config: SlimConfig, dtype: torch.dtype = torch.float32) -> dict[str, list[float]]:
+    """Bytes that each rank sends in the collectives of a usual round, by kind, ascending; of every allowed path."""
+    model = _CostModel(n, ranks, config, Network.uniform(1.0), dtype)
+    of_kind: dict[str, set[float]] = {}
+    for path in allowed_paths(config, n):
+        for collective in model.usual(path):
+            of_kind.setdefault(collective.kind, set()).add(collective.nbytes)
+    return {kind: sorted(nbytes) for kind, nbytes in of_kind.items()}
+
+
 class _Collective(NamedTuple):
     """One of a round.
 
     Attributes:
+        kind: "allreduce", "allgather", "alltoall" or "broadcast".
         nbytes: that each rank sends.
         seconds: it takes.
         late: whether it can only be launched once another has arrived.
     """
 
+    kind: str
     nbytes: float
     seconds: float
     late: bool = False
@@ -230,11 +242,11 @@ class _CostModel:
         """The mean round of ``path``."""
         own = self.network.work.of_path(path, self.n, self.ranks, self.config)
         if path == "dense":
-            parts = [(1.0, self._reduction(self.n, self.codec.exact), own.usual)]
+            parts = [(1.0, self.usual(path), own.usual)]
         else:
             resyncs, selections = self._resyncs(path), 1 / self.config.reselect_every
             parts = [
-                (1 - resyncs, self._slim(path), own.usual),
+                (1 - resyncs, self.usual(path), own.usual),
                 (resyncs, self._everything(path), own.everything),
                 (selections, [self._broadcast(set_nbytes(self.core, self.n))], own.selection),
             ]
@@ -263,20 +275,20 @@ class _CostModel:
     # Collectives -----------------------------------------------------------------------------------------------------
 
     def _allreduce(self, nbytes: float) -> _Collective:
-        sent = 2 * self.share * nbytes
-        return _Collective(sent, self.network.allreduce.seconds(sent) + 2 * self._doublings * self.network.hop)
+        return self._collective("allreduce", 2 * self.share * nbytes, 2 * self._doublings)
 
     def _allgather(self, nbytes: float) -> _Collective:
-        sent = (self.ranks - 1) * nbytes
-        return _Collective(sent, self.network.allgather.seconds(sent) + self._doublings * self.network.hop)
+        return self._collective("allgather", (self.ranks - 1) * nbytes, self._doublings)
 
     def _alltoall(self, nbytes_to_each: float) -> _Collective:
-        sent = (self.ranks - 1) * nbytes_to_each
-        return _Collective(sent, self.network.alltoall.seconds(sent) + (self.ranks - 1) * self.network.hop)
+        return self._collective("alltoall", (self.ranks - 1) * nbytes_to_each, self.ranks - 1)
 
     def _broadcast(self, nbytes: float) -> _Collective:
-        sent = self.share * nbytes
-        return _Collective(sent, self.network.broadcast.seconds(sent) + self._doublings * self.network.hop)
+        return self._collective("broadcast", self.share * nbytes, self._doublings)
+
+    def _collective(self, kind: str, sent: float, hops: float) -> _Collective:
+        link: Link = getattr(self.network, kind)
+        return _Collective(kind, sent, link.seconds(sent) + hops * self.network.hop)
 
     @property
     def _doublings(self) -> float:
@@ -299,8 +311,10 @@ class _CostModel:
             self._allgather(aligned(math.ceil(owned) * global_model_itemsize(self.dtype))),
         ]  # fmt: skip
 
-    def _slim(self, path: str) -> list[_Collective]:
-        """One slim round."""
+    def usual(self, path: str) -> list[_Collective]:
+        """A round of the path's own kind."""
+        if path == "dense":
+            return self._reduction(self.n, self.codec.exact)
         ranks, explored, exact = self.ranks, self.explored, self.codec.exact
         pairs = PairFormat(self.codec, self._index_nbytes)
         if path == "allreduce":

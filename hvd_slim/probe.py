@@ -18,7 +18,7 @@ import torch
 from hvd_slim.arena import Arena
 from hvd_slim.config import SHARED_EXPLORERS, SlimConfig
 from hvd_slim.memory import SWEPT
-from hvd_slim.planner import Link, Network, choose, predict
+from hvd_slim.planner import Link, Network, choose, messages, predict
 from hvd_slim.rehearsal import rehearse
 from hvd_slim.transport.base import Transport
 
@@ -29,6 +29,7 @@ _LEAST, _MOST = 64, 2**24  # bytes that a collective brings a rank: all latency,
 _SECONDS, _ENOUGH = 0.4, 0.2
 _BUDGET = 2.5  # seconds for all of them; what happens once, a lost packet say, must not hold up the start
 _REPEATS, _FEW, _LONG = 3, 2, 0.2  # tries; of what takes long (seconds), few
+_NEAR = 1.2  # ratio of two sizes of which one tells the other's time; a library may change its algorithm in between
 _FILLS_CACHES = 2**18  # bytes of a collective to which it makes a difference what the caches hold
 _ALIKE, _MOST_CALLS = 1.1, 30  # ratio of two times that confirm each other; and when they need not
 
@@ -44,7 +45,8 @@ def measure(transport: Transport, arena: Arena, config: SlimConfig) -> Network:
         arena: the parameters, whose shapes and dtypes own work is tried out on.
         config: the settings.
     """
-    links = _measure_collectives(transport, arena, _kinds_used(config))
+    sent = messages(arena.n, transport.size, config, _dtype(arena))
+    links = _measure_collectives(transport, arena, _kinds_used(config), sent)
 
     def timed(action: Callable[[], float], alone: bool) -> float:
         mine = action if not alone or transport.rank == 0 else lambda: 0.0
@@ -61,11 +63,15 @@ def measure(transport: Transport, arena: Arena, config: SlimConfig) -> Network:
 def choose_path(transport: Transport, arena: Arena, config: SlimConfig) -> tuple[str, str]:
     """(the path to take, why): measured, predicted and chosen, the same on all ranks. Collective."""
     network = measure(transport, arena, config)
-    dtype = max(arena.groups, key=lambda group: group.stop - group.start).dtype
-    chosen = choose(predict(arena.n, transport.size, config, network, dtype))
+    chosen = choose(predict(arena.n, transport.size, config, network, _dtype(arena)))
     # Equal numbers could still be reckoned with differently by unequal machines.
     path, why = json.loads(transport.gather_texts(json.dumps(chosen))[0])
     return path, why
+
+
+def _dtype(arena: Arena) -> torch.dtype:
+    """That most parameters have."""
+    return max(arena.groups, key=lambda group: group.stop - group.start).dtype
 
 
 # Collectives ---------------------------------------------------------------------------------------------------------
@@ -82,10 +88,16 @@ def _kinds_used(config: SlimConfig) -> tuple[str, ...]:
     return tuple(kinds)
 
 
-def _measure_collectives(transport: Transport, arena: Arena, kinds: tuple[str, ...]) -> dict[str, Link]:
-    """Every kind at growing sizes, in turn, until it takes long enough to show the bandwidth or is as large as any."""
+def _measure_collectives(
+    transport: Transport, arena: Arena, kinds: tuple[str, ...], sent: dict[str, list[float]]
+) -> dict[str, Link]:
+    """Every kind at growing sizes, in turn, until it takes long enough to show the bandwidth or is as large as any.
+
+    Args:
+        sent: bytes that each rank sends in the run's own collectives, by kind: sizes that are not passed over.
+    """
     device, size = arena.device, transport.size
-    share = (size - 1) / size
+    share = {kind: (size - 1) / size * (2 if kind == "allreduce" else 1) for kind in kinds}
     most = min(max(arena.n * arena.value_dtype.itemsize, 16 * _LEAST), _MOST)
     points: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
     sizes = dict.fromkeys(kinds, _LEAST)
@@ -99,13 +111,14 @@ def _measure_collectives(transport: Transport, arena: Arena, kinds: tuple[str, .
             swept = torch.zeros(SWEPT, dtype=torch.uint8) if nbytes >= _FILLS_CACHES else None
             repeats = _REPEATS if expected[kind] < _LONG else _FEW
             seconds, all_calls = _seconds(transport, _timed_call(collective, device, swept), device, repeats)
-            points[kind].append((nbytes * share * (2 if kind == "allreduce" else 1), seconds))
+            points[kind].append((nbytes * share[kind], seconds))
             spent += all_calls
             if nbytes >= most or seconds >= _ENOUGH or spent > _BUDGET:
                 del sizes[kind]
             else:
                 # Far at first, from latency to bandwidth; then straight to where it will take long enough.
-                sizes[kind] = min(most, nbytes * min(16, max(2, int(_SECONDS / seconds))))
+                own = [wanted / share[kind] for wanted in sent.get(kind, ()) if wanted / share[kind] > nbytes * _NEAR]
+                sizes[kind] = int(min([most, nbytes * min(16, max(2, int(_SECONDS / seconds))), *own]))
                 expected[kind] = seconds * sizes[kind] / nbytes
     return {kind: Link(_growing(of_kind)) for kind, of_kind in points.items()}
 

@@ -3,6 +3,8 @@ with narrow values, its quantised form (Quant-DP)."""
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from hvd_slim.agreement import require_finite
@@ -13,28 +15,28 @@ from hvd_slim.values import ValueCodec
 
 
 class DenseExchange(Exchange):
-    """Sends 2(K−1)/K·n values a round. State beyond the model: w̄ (n); while a round runs, a buffer of n values."""
+    """Sends 2(K−1)/K·n values a round. State beyond the model: w̄ (n), and a buffer of n values, made once: memory
+    that is new to a process costs as much as two passes over it."""
 
-    _reduction: MeanReduction | None = None
+    @functools.cached_property
+    def _reduction(self) -> MeanReduction:
+        return _reduction_of_everything(self, self.codec, "dense", self.restore_norm)
 
     def launch(self, round_number: int, overlap: bool, draw_ahead: bool = False) -> Flight:
         """Send every pending update, in the width that the settings say. Collective, non-blocking."""
-        self._reduction = _reduction_of_everything(self, self.codec, "dense", self.restore_norm)
+        reduction = self._reduction
         with self.stats.timed("pack"):
-            u = self.model.pending_update_everywhere(self._reduction.update)
+            u = self.model.pending_update_everywhere(reduction.update)
             flight = Flight(round_number, u.new_empty(0), pending_core=u.clone() if overlap else None)
-            self._reduction.start(round_number, self.nonfinite)
+            reduction.start(round_number, self.nonfinite)
         return flight
 
     def merge(self, flight: Flight) -> None:
         """w̄ += mean over ranks of u; w_k = w̄, and what rounding kept back or was learned since. Collective."""
-        merge_everything(self, self.in_flight(), flight.pending_core)
-        self._reduction = None
+        merge_everything(self, self._reduction, flight.pending_core)
 
     def in_flight(self) -> MeanReduction:
         """The reduction of everything."""
-        if self._reduction is None:
-            self._reduction = _reduction_of_everything(self, self.codec, "dense", self.restore_norm)
         return self._reduction
 
     def dense(self, phase: str, restore_norm: bool) -> None:
@@ -67,7 +69,7 @@ def merge_everything(exchange: Exchange, reduction: MeanReduction, at_launch: to
         mean = reduction.finish()
     require_finite(exchange.transport, *reduction.nonfinite)
     with stats.timed("merge"):
-        left = reduction.unsent
+        left, reduction.unsent = reduction.unsent, None
         if at_launch is not None:
             learned = model.pending_update_everywhere(torch.empty_like(at_launch)).sub_(at_launch)
             left = learned if left is None else learned.add_(left)
