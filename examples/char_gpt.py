@@ -43,7 +43,7 @@ def parse_arguments() -> tuple[argparse.Namespace, hvd.SlimConfig | None]:
     parser.add_argument("--lr", type=float, default=0.006, help="highest learning rate; a cosine takes it to 0")
     parser.add_argument("--weight-decay", type=float, default=0.01)
     least_one = ("steps", "batch_size", "context", "width", "layers", "heads")
-    args, config = parse_run(parser, *least_one, warmup_steps=100)
+    args, config = parse_run(parser, *least_one, warmup_steps=100, explorer="shared")
     if args.width % args.heads:
         parser.error(f"argument --width: {args.width} is not a multiple of --heads {args.heads}")
     return args, config

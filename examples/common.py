@@ -111,8 +111,8 @@ def parse_run(parser: Parser, *at_least_one: str, **defaults: Any) -> tuple[argp
         defaults: others than ``_add_run_options`` gives.
     """
     _add_run_options(parser)
-    parser.set_defaults(**defaults)
     add_slim_options(parser)
+    parser.set_defaults(**defaults)
     args = parser.parse_args()
     require_at_least(parser, args, 1, "threads", "evals", "checkpoint_every", "stop_at", *at_least_one)
     require_at_least(parser, args, 0, "seed", "warmup_steps")

@@ -45,7 +45,8 @@ def parse_arguments() -> tuple[argparse.Namespace, hvd.SlimConfig | None]:
     parser.add_argument("--hidden", type=int, default=128, help="width of the hidden layer")
     parser.add_argument("--answers", type=int, default=1000, help="most frequent words told apart; others are one")
     parser.add_argument("--lr", type=float, default=0.003, help="highest learning rate; a cosine takes it to 0")
-    return parse_run(parser, "steps", "batch_size", "context", "width", "hidden", "answers", warmup_steps=50)
+    least_one = ("steps", "batch_size", "context", "width", "hidden", "answers")
+    return parse_run(parser, *least_one, warmup_steps=50, explorer="shared")
 
 
 def numbered_words(text: str) -> tuple[torch.Tensor, int]:

@@ -44,7 +44,8 @@ class SlimConfig:
         gradient_weight: weight c of the gradient in the significance \\|w\\| + c·\\|g\\|, at least 0.
         normalize: divide \\|w\\| and \\|g\\| by their root mean square first, so that
             ``gradient_weight`` has no unit. ``False`` adds the raw values.
-        explorer: which coordinates outside the core travel.
+        explorer: which coordinates outside the core travel. None: ``"shared"`` for adaptive optimizers and with
+            ``exchange="allreduce"``, else ``"random"``.
             ``"random"``: a stratified uniform draw, each rank its own (the paper's).
             ``"cyclic"``: each rank walks through every stratum; no index travels.
             ``"greedy"``: where the rank's own pending update is largest.
@@ -90,7 +91,7 @@ class SlimConfig:
     overlap: bool = False
     gradient_weight: float = 1.0
     normalize: bool = True
-    explorer: str = "random"
+    explorer: str = None  # type: ignore[assignment]  # a name as soon as it is made
     exchange: str = "auto"
     transport: str = "horovod"
     value_dtype: str = "float32"
@@ -106,6 +107,9 @@ class SlimConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "_open", self.explorer is None and self.exchange == "auto")
+        if self.explorer is None:
+            object.__setattr__(self, "explorer", "shared" if self.exchange == "allreduce" else "random")
         for name in ("comm_fraction", "core_fraction"):
             value = _real(name, getattr(self, name))
             object.__setattr__(self, name, value)  # 1 is 1.0 on another rank
@@ -170,6 +174,19 @@ class SlimConfig:
                 f"explorer={self.explorer!r} chooses a set of its own on every rank, whose values cannot be summed "
                 f"place by place; use exchange='allgather', 'alltoall' or 'auto', or explorer='shared' or 'leader'"
             )
+
+    def for_optimizer(self, adaptive: bool) -> SlimConfig:
+        """The settings for an optimizer that is adaptive or not: what was left open is decided.
+
+        An adaptive optimizer follows dense training more closely where all ranks send the same coordinates
+        (examples/results: the small GPT).
+        """
+        return dataclasses.replace(self, explorer="shared") if adaptive and self.leaves_explorer_open else self
+
+    @property
+    def leaves_explorer_open(self) -> bool:
+        """Whether the explorer depends on the optimizer."""
+        return bool(getattr(self, "_open", False))
 
     def comm_fraction_at(self, round_number: int) -> float:
         """The part of the model that is sent in ``round_number``; above ``comm_fraction`` during a warm-up."""

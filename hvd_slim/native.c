@@ -7,8 +7,8 @@
 #include <string.h>
 
 /* Lists are far apart in memory: what is needed so many elements later is asked for now. */
-#define AHEAD 32
-#define FETCH(base, index, write) __builtin_prefetch((const void *)((uintptr_t)(base) + 4 * (intptr_t)(index)), write, 1)
+#define AHEAD 24
+#define FETCH(base, index, write) __builtin_prefetch((const void *)((uintptr_t)(base) + 4 * (intptr_t)(index)), write, 3)
 
 /* So many coordinates at a time, of w and w-bar together less than a core's own cache. */
 #define BLOCK 8192

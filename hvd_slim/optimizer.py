@@ -317,9 +317,10 @@ def DistributedOptimizer(  # noqa: N802  (the name Horovod gave it)
             f"parameters into one buffer already; leave both out"
         )
     named = check_named_parameters(optimizer, named_parameters)
-    restore_norm = compression.restore_norm
-    if restore_norm is None:
-        restore_norm = is_adaptive(type(optimizer), optimizer.defaults)
+    matters = compression.restore_norm is None or compression.leaves_explorer_open
+    adaptive = matters and is_adaptive(type(optimizer), optimizer.defaults)
+    compression = compression.for_optimizer(adaptive)
+    restore_norm = adaptive if compression.restore_norm is None else compression.restore_norm
     # All ranks: None, not an object that a copy of the optimizer would take along to where there are others.
     members = None if process_set.process_set_id == 0 else process_set
     attachment = _Attachment(compression, named, restore_norm, bool(sparse_as_dense), members)

@@ -166,3 +166,17 @@ def test_the_two_sets_fit_the_model(one: float, other: float, n: int) -> None:
     assert 1 <= core <= n
     assert 0 <= explorers <= n - core
     assert core + explorers == ceil_fraction(config.comm_fraction, n)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_an_explorer_left_open_fits_path_and_optimizer(exchange: str, adaptive: bool) -> None:
+    """Shared where only that is possible, and for adaptive optimizers where it is; the paper's otherwise."""
+    setting = SlimConfig(exchange=exchange, seed=3).for_optimizer(adaptive)
+    shared = exchange == "allreduce" or (adaptive and exchange == "auto")
+    assert setting == SlimConfig(exchange=exchange, seed=3, explorer="shared" if shared else "random")
+
+
+@pytest.mark.parametrize("explorer", EXPLORERS)
+def test_a_chosen_explorer_holds_for_any_optimizer(explorer: str) -> None:
+    assert SlimConfig(explorer=explorer).for_optimizer(adaptive=True).explorer == explorer

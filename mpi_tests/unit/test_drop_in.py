@@ -63,6 +63,12 @@ def test_class(kind: str) -> None:
     assert type(optimizer) is type(slim(OPTIMIZERS[kind](net().parameters())))
 
 
+@pytest.mark.parametrize(("kind", "explorer"), [("momentum", "random"), ("Adam", "shared")])
+def test_what_was_left_open_is_decided_by_the_optimizer(kind: str, explorer: str) -> None:
+    settings = slim(OPTIMIZERS[kind](net().parameters())).state_dict()["hvd_slim"]["config"]
+    assert (settings["explorer"], settings["restore_norm"]) == (explorer, None)
+
+
 def test_the_bare_class_is_left_alone() -> None:
     slim(OPTIMIZERS["momentum"](net().parameters()))
     plain, model = net(), net()
