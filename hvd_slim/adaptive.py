@@ -29,7 +29,8 @@ def is_adaptive(optimizer_class: type[torch.optim.Optimizer], defaults: dict[str
         if launchers.detect().rank == 0:  # all ranks find the same
             log.warning(
                 "cannot tell whether %s is adaptive (%s: %s); restore_norm is off unless you set it, and explorers are "
-                "those for SGD: set both if the optimizer rescales its gradient", optimizer_class.__name__, type(error).__name__, error,
+                "those for SGD: set both if the optimizer rescales its gradient",
+                optimizer_class.__name__, type(error).__name__, error,
             )  # fmt: skip
         return False
     return not torch.allclose(more, once * _SCALE, rtol=1e-2, atol=0.0)

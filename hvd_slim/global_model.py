@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 import torch
 
+from hvd_slim import native
 from hvd_slim.arena import Arena, Coordinates, Segment
 
 
@@ -33,6 +34,11 @@ class GlobalModel:
         self.rest = [torch.zeros_like(flat) if _keeps_rest(flat.dtype) else None for flat in self.flat]
         if copy:
             self.copy_from_live()
+
+    @property
+    def compiled(self) -> bool:
+        """Whether compiled passes can serve: all parameters float32, on the CPU, without gaps; fewer than 2^31."""
+        return self.arena.plain and native.serves(*self.flat)
 
     def tensors(self) -> list[torch.Tensor]:
         """All that w̄ consists of: what must be equal on all ranks, and what a checkpoint holds."""
@@ -135,6 +141,14 @@ class GlobalModel:
         for segment, mean in self._views():
             left = None if unsent is None else unsent[segment.start : segment.stop].to(mean.device)
             segment.write_all(mean if left is None else mean + left)
+
+    def take_over_everywhere(self, total: torch.Tensor, divisor: int) -> None:
+        """w̄ += total / divisor and w_k = w̄ at every coordinate. ``total`` is used up."""
+        if self.compiled and native.serves(total):
+            native.take_over(self.arena.memory_table(), self.flat[0], total, divisor)
+            return
+        self.absorb_everywhere(total.div_(divisor))
+        self.settle_everywhere()
 
 
 def _keeps_rest(dtype: torch.dtype) -> bool:

@@ -99,6 +99,21 @@ void hvd_slim_sweep(const segment *segments, int64_t segment_count, float *mean,
     }
 }
 
+/* m += total / divisor; w = m: every coordinate. */
+WIDE void hvd_slim_take_over(
+    const segment *segments, int64_t segment_count, float *mean, const float *total, float divisor)
+{
+    for (int64_t k = 0; k < segment_count; k++) {
+        float *w = segments[k].live, *m = mean + segments[k].start;
+        const float *sum = total + segments[k].start;
+        int64_t n = segments[k].stop - segments[k].start;
+        for (int64_t i = 0; i < n; i++) {
+            m[i] += sum[i] / divisor;
+            w[i] = m[i];
+        }
+    }
+}
+
 /* out[i] = values[at[i]] */
 void hvd_slim_take(const int32_t *values, const int32_t *at, int64_t count, int32_t *out)
 {

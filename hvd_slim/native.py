@@ -101,6 +101,17 @@ def sweep(segments: ctypes.Array[Segment], mean: torch.Tensor, steps: Sequence[S
     _call("sweep", segments, _count(len(segments)), _pointer(mean), table, _count(len(steps)))
 
 
+def take_over(segments: ctypes.Array[Segment], mean: torch.Tensor, total: torch.Tensor, divisor: int) -> None:
+    """w̄ += total / divisor and w_k = w̄ at every coordinate, in one pass.
+
+    Args:
+        segments: of all coordinates, ascending.
+        mean: w̄, shape (n,).
+        total: shape (n,).
+    """
+    _call("take_over", segments, _count(len(segments)), _pointer(mean), _pointer(total), _float(divisor))
+
+
 def take(values: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
     """``values[at]``, int32; faster than torch's where ``at`` ascends."""
     out = torch.empty(at.numel(), dtype=torch.int32)

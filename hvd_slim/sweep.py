@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @contextlib.contextmanager
 def sweep(model: GlobalModel) -> Iterator[Sweep]:
     """A ``Sweep`` over ``model``; at the end of the context every step is taken."""
-    steps = _OnePass(model) if _serves(model) else Sweep(model)
+    steps = _OnePass(model) if model.compiled else Sweep(model)
     yield steps
     steps.flush()
 
@@ -120,9 +120,3 @@ class _OnePass(Sweep):
         if self._steps:
             native.sweep(self._model.arena.memory_table(), self._model.flat[0], self._steps)
         self._steps, self._alive = [], []
-
-
-def _serves(model: GlobalModel) -> bool:
-    """Whether one pass can serve: all parameters float32, on the CPU, without gaps; fewer than 2^31 of them."""
-    arena = model.arena
-    return arena.plain and native.serves(*model.flat)

@@ -2,6 +2,7 @@
 
     python scripts/benchmark.py table                     4 hosts at 1 Gbit/s, the VGG-style model; needs root
     python scripts/benchmark.py table --hosts 2 4 --rates 100mbit 1gbit --models cnn vgg gpt --repeats 3
+    python scripts/benchmark.py show out/benchmark.jsonl  tables and chart of runs that are there
     mpirun -np 2 python scripts/benchmark.py run --system leader --model vgg     one measurement, one JSON line
 
 ``table`` makes hosts out of network namespaces (scripts/netlab.sh), runs every system in turn, as often as --repeats
@@ -173,10 +174,15 @@ def table(args: argparse.Namespace) -> int:
                     continue
                 file.write(found[0] + "\n")
                 file.flush()
-    records = [json.loads(line) for line in lines.read_text().splitlines()]
+    return 0 if show([lines], args.out) == len(cells) * args.repeats else 1
+
+
+def show(lines: list[Path], out: Path) -> int:
+    """Print the tables of some files, and draw the chart; how many records there are."""
+    records = [json.loads(line) for file in lines for line in file.read_text().splitlines()]
     print(markdown(records))
-    draw(records, args.out / "benchmark.png")
-    return 0 if len(records) == len(cells) * args.repeats else 1
+    draw(records, out / "benchmark.png")
+    return len(records)
 
 
 def environment() -> dict[str, str]:
@@ -253,6 +259,9 @@ def main() -> int:
     tables.add_argument("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS)
     tables.add_argument("--repeats", type=int, default=3)
     tables.add_argument("--out", type=Path, default=ROOT / "out")
+    shows = verbs.add_parser("show", help="tables and chart of runs that are there")
+    shows.add_argument("lines", type=Path, nargs="+", help="files of JSON lines that table wrote")
+    shows.add_argument("--out", type=Path, default=ROOT / "out", help="where the chart goes")
     for verb in (runs, tables):
         verb.add_argument("--steps", type=int, default=20, help="that are timed; a re-selection period by default")
         verb.add_argument("--warmup", type=int, default=5, help="steps before")
@@ -260,6 +269,9 @@ def main() -> int:
     args = parser.parse_args()
     if args.verb == "table":
         return table(args)
+    if args.verb == "show":
+        args.out.mkdir(parents=True, exist_ok=True)
+        return 0 if show(args.lines, args.out) else 1
     run(args)
     return 0
 

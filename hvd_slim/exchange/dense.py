@@ -41,6 +41,7 @@ class DenseExchange(Exchange):
 
     def dense(self, phase: str, restore_norm: bool) -> None:
         """One round at full width. Collective."""
+        self.__dict__.pop("_reduction", None)  # two of its size would be one too many
         exchange_everything(self, phase, restore_norm)
 
 
@@ -66,12 +67,15 @@ def merge_everything(exchange: Exchange, reduction: MeanReduction, at_launch: to
     """Take in the mean of everything; ``at_launch`` as in ``pending_since``. Collective."""
     model, stats = exchange.model, exchange.stats
     with stats.timed("wait"):
-        mean = reduction.finish()
+        total, divisor = reduction.finish_sum()
     require_finite(exchange.transport, *reduction.nonfinite)
     with stats.timed("merge"):
         left, reduction.unsent = reduction.unsent, None
         if at_launch is not None:
             learned = model.pending_update_everywhere(torch.empty_like(at_launch)).sub_(at_launch)
             left = learned if left is None else learned.add_(left)
-        model.absorb_everywhere(mean)
+        if left is None:
+            model.take_over_everywhere(total, divisor)
+            return
+        model.absorb_everywhere(total.div_(divisor))
         model.settle_everywhere(left)

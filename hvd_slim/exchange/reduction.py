@@ -100,12 +100,18 @@ class MeanReduction:
 
     def finish(self) -> torch.Tensor:
         """Wait for the mean: shape (count,), bit-identical on all ranks, scaled by γ if so configured. Collective."""
+        total, divisor = self.finish_sum()
+        return total if divisor == 1 else total.div_(divisor)
+
+    def finish_sum(self) -> tuple[torch.Tensor, int]:
+        """The same before a last division: (shape (count,), by what it is to be divided)."""
         size = self._transport.size
         if self._summed is not None:
-            total = self._summed.wait()
+            summed = self._summed.wait()
             self._summed = None
-            square_sum = self._read_riders(total[-_RIDERS:].tolist())
-            return self._scaled(total[: self.update.numel()].div_(size), square_sum / size)
+            square_sum = self._read_riders(summed[-_RIDERS:].tolist())
+            total = summed[: self.update.numel()]
+            return (self._scaled(total.div_(size), square_sum / size), 1) if self._norm_count else (total, size)
         assert self._slices is not None
         data, counts = self._slices.wait()
         self._slices = None
@@ -117,7 +123,7 @@ class MeanReduction:
             own_mean += self._decode(message, length)
             riders += message[-_RIDER_BYTES:].view(torch.float64)
         square_sum = self._read_riders(riders.tolist())
-        return self._scaled(self._share(own_mean.div_(size)), square_sum / size)
+        return self._scaled(self._share(own_mean.div_(size)), square_sum / size), 1
 
     def _read_riders(self, sums: list[float]) -> float:
         square_sum, bad_ranks, rank_sum = sums

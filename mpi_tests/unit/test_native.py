@@ -97,6 +97,21 @@ def test_sweep(seed: int, n: int, share: float, since: bool, rounded: bool, left
     assert all(same_bits(one, two) for one, two in zip(compiled, by_torch))
 
 
+@built
+@given(seeds, lengths, st.integers(1, 9), st.booleans())
+def test_taking_over_everything(seed: int, n: int, divisor: int, odd: bool) -> None:
+    """A dense round's merge."""
+
+    def merged() -> tuple[torch.Tensor, ...]:
+        generator = np.random.default_rng(seed)
+        model, live = _model(generator, n)
+        model.take_over_everywhere(numbers(generator, n, odd), divisor)
+        return (*model.flat, *(parameter.data for parameter in live))
+
+    compiled, by_torch = both_ways(merged)
+    assert all(same_bits(one, two) for one, two in zip(compiled, by_torch))
+
+
 def _landed(model: GlobalModel, live: list[Any], numbers: torch.Tensor) -> list[tuple[Any, Any, Any]]:
     """(parameter, w̄ there, where in it) for the coordinates of a set that were settled with nothing left."""
     found = []
