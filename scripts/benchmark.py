@@ -38,17 +38,22 @@ SPARSE = {"comm_fraction": 0.02, "core_fraction": 0.01, "exchange": "allreduce"}
 SLIM: dict[str, dict[str, Any]] = {
     "slim reference": {},
     "slim reference, overlap": {"overlap": True},
+    "shared 0.3": {"explorer": "shared", "exchange": "allreduce"},
+    "shared 0.3, overlap": {"explorer": "shared", "exchange": "allreduce", "overlap": True},
     "leader 0.02": {**SPARSE, "explorer": "leader"},
     "leader 0.02, overlap": {**SPARSE, "explorer": "leader", "overlap": True},
+    "leader 0.02, overlap, mpi4py": {**SPARSE, "explorer": "leader", "overlap": True, "transport": "mpi"},
     "leader 0.02, overlap, bfloat16": {**SPARSE, "explorer": "leader", "overlap": True, "value_dtype": "bfloat16"},
     "leader 0.02, overlap, int8": {**SPARSE, "explorer": "leader", "overlap": True, "value_dtype": "int8"},
     "shared 0.02": {**SPARSE, "explorer": "shared"},
     "shared 0.02, overlap": {**SPARSE, "explorer": "shared", "overlap": True},
+    "shared 0.02, overlap, mpi4py": {**SPARSE, "explorer": "shared", "overlap": True, "transport": "mpi"},
     "shared 0.02, overlap, bfloat16": {**SPARSE, "explorer": "shared", "overlap": True, "value_dtype": "bfloat16"},
     "shared 0.02, overlap, int8": {**SPARSE, "explorer": "shared", "overlap": True, "value_dtype": "int8"},
 }
 HOROVOD = ("Horovod float32", "Horovod float16")
 DDP = ("DDP float32", "DDP float16", "DDP PowerSGD rank 2")
+BASES = ("Horovod float32", "DDP float32")
 SYSTEMS = [CEILING, *HOROVOD, *DDP, *SLIM]
 
 
@@ -178,8 +183,8 @@ def table(args: argparse.Namespace) -> int:
 
 
 def show(lines: list[Path], out: Path) -> int:
-    """Print the tables of some files, and draw the chart; how many records there are."""
-    records = [json.loads(line) for file in lines for line in file.read_text().splitlines()]
+    """Print the tables of some files, each file for itself, and draw the chart; how many records there are."""
+    records = [{**json.loads(line), "run": file.stem} for file in lines for line in file.read_text().splitlines()]
     print(markdown(records))
     draw(records, out / "benchmark.png")
     return len(records)
@@ -192,29 +197,27 @@ def environment() -> dict[str, str]:
 
 
 def grouped(records: list[dict[str, Any]]) -> dict[tuple[Any, ...], dict[str, list[float]]]:
-    """Milliseconds a step of every system, by (hosts, network, model)."""
+    """Milliseconds a step of every system, by (run, hosts, network, model)."""
     groups: dict[tuple[Any, ...], dict[str, list[float]]] = collections.defaultdict(dict)
     for record in records:
-        of_group = groups[record["ranks"], record["network"], record["model"]]
+        of_group = groups[record["run"], record["ranks"], record["network"], record["model"]]
         of_group.setdefault(record["system"], []).append(1e3 * record["seconds"])
     return groups
 
 
 def markdown(records: list[dict[str, Any]]) -> str:
-    """A table for each group: medians, spread, and ratios to the ceiling and to dense Horovod."""
+    """A table for each group: medians, spread, and ratios to the ceiling and to dense peers."""
     parts = []
-    for (ranks, network, model), systems in grouped(records).items():
-        ceiling, dense = (
-            statistics.median(systems[name]) if name in systems else None for name in (CEILING, HOROVOD[0])
-        )
+    for (run, ranks, network, model), systems in grouped(records).items():
+        bases = [statistics.median(systems[name]) if name in systems else None for name in (CEILING, *BASES)]
         rows = [
-            f"### {model}, {ranks} hosts, {network}\n",
-            "| system | ms a step, median | least to most | of the ceiling's speed | times Horovod float32 |",
-            "|---|---:|---:|---:|---:|",
+            f"### {run}: {model}, {ranks} hosts, {network}\n",
+            f"| system | ms a step, median | least to most | of the ceiling | times {' | times '.join(BASES)} |",
+            "|---|---:|---:|---:|---:|---:|",
         ]
         for name, times in systems.items():
             middle = statistics.median(times)
-            ratios = [f"{base / middle:.2f}" if base else "" for base in (ceiling, dense)]
+            ratios = [f"{base / middle:.2f}" if base else "" for base in bases]
             rows.append(f"| {name} | {middle:.0f} | {min(times):.0f} to {max(times):.0f} | {' | '.join(ratios)} |")
         parts.append("\n".join(rows))
     return "\n\n".join(parts)
@@ -230,8 +233,10 @@ def draw(records: list[dict[str, Any]], path: Path) -> None:
     groups = grouped(records)
     if not groups:
         return
-    figure, axes = pyplot.subplots(len(groups), 1, figsize=(9, 1 + 0.32 * len(SYSTEMS) * len(groups)), squeeze=False)
-    for axis, ((ranks, network, model), systems) in zip(axes[:, 0], groups.items()):
+    rows = sum(len(systems) + 3 for systems in groups.values())
+    heights = {"height_ratios": [len(systems) + 1 for systems in groups.values()]}
+    figure, axes = pyplot.subplots(len(groups), 1, gridspec_kw=heights, figsize=(9, 1 + 0.32 * rows), squeeze=False)
+    for axis, ((run, ranks, network, model), systems) in zip(axes[:, 0], groups.items()):
         middles = [statistics.median(times) for times in systems.values()]
         spread = [[m - min(t) for m, t in zip(middles, systems.values())],
                   [max(t) - m for m, t in zip(middles, systems.values())]]  # fmt: skip
@@ -239,7 +244,8 @@ def draw(records: list[dict[str, Any]], path: Path) -> None:
         axis.barh(list(systems), middles, xerr=spread, color=colours)
         axis.invert_yaxis()
         axis.set_xlabel("milliseconds a step")
-        axis.set_title(f"{model}, {ranks} hosts, {network}: slim blue, peers gray, no communication green")
+        title = f"{run}: {model}, {ranks} hosts, {network}; slim blue, peers gray, no communication green"
+        axis.set_title(title, fontsize=9)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
