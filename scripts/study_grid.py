@@ -75,6 +75,21 @@ GROUPS = {
                 slim(0.01, 0.005, "leader", "--local-steps 8 --resync-every 117")),
         ),
     ),
+    "longer": Group(
+        "Small CNN, SGD, 8 ranks: the same, three times as long", 8, f"{FASHION} --epochs 6 --batch-size 16",
+        "test_accuracy", True,
+        (
+            DENSE,
+            REFERENCE,
+            Row("leader 0.09, core 0.045", slim(0.09, 0.045, "leader")),
+            Row("leader 0.02, core 0.01", slim(0.02, 0.01, "leader")),
+            Row("leader 0.058, core 0.029, int8", slim(0.058, 0.029, "leader", "--value-dtype int8")),
+            Row("leader 0.049, no core, int8", slim(0.049, NO_CORE, "leader", "--value-dtype int8")),
+            Row("leader 0.008, core 0.004, int8", slim(0.008, 0.004, "leader", "--value-dtype int8")),
+            Row("leader 0.058, core 0.029, int8, 8 local steps",
+                slim(0.058, 0.029, "leader", "--value-dtype int8 --local-steps 8")),
+        ),
+    ),
     "overlap": Group(
         "Small CNN, SGD, 8 ranks: rounds one step late", 8, FRONTIER, "test_accuracy", True,
         (
