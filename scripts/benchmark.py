@@ -150,6 +150,10 @@ def run(args: argparse.Namespace) -> None:
     sys.stdout.flush()
     if of_horovod:
         hvd.shutdown()
+    else:
+        # A thread of Gloo may not yet have let go of the last gradient, and aborts in an interpreter that is ending.
+        MPI.Finalize()
+        os._exit(0)
 
 
 # The table -----------------------------------------------------------------------------------------------------------
