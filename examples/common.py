@@ -20,6 +20,7 @@ _SLIM_HELP = {
     "reselect_every": "rounds between two choices of the core set",
     "resync_every": "rounds between two dense exchanges that make all replicas equal; 0 is never",
     "local_steps": "optimizer steps between two rounds",
+    "local_rate": "part of the learning rate for a rank's own steps; merged changes are divided by it",
     "overlap": "merge a round one step after its launch: it travels while the next step is computed",
     "gradient_weight": "weight of |gradient| beside |parameter| in the significance",
     "normalize": "divide |parameter| and |gradient| by their root mean square first",

@@ -1,4 +1,4 @@
-"""Whether an optimizer is adaptive: whether a longer gradient makes a longer step. Found out by trying."""
+"""What an optimizer's step is proportional to: the gradient, the learning rate. Found out by trying."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hvd_slim import launchers
 log = logging.getLogger("hvd_slim")
 
 _SCALE = 64.0
+_RATE = 2.0**-10
 _STEPS = 10  # RAdam begins to rescale its gradient at the sixth
 
 
@@ -36,11 +37,25 @@ def is_adaptive(optimizer_class: type[torch.optim.Optimizer], defaults: dict[str
     return not torch.allclose(more, once * _SCALE, rtol=1e-2, atol=0.0)
 
 
-def _ten_steps(optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any], scale: float) -> torch.Tensor:
+def follows_learning_rate(optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]) -> bool:
+    """Whether half the learning rate makes ``optimizer_class`` with ``defaults`` go half as far.
+
+    True as well when the class cannot be tried out: nearly every optimizer does.
+    """
+    try:
+        whole, half = (_ten_steps(optimizer_class, defaults, 1.0, rate) for rate in (_RATE, _RATE / 2))
+    except Exception:  # noqa: BLE001  (a stranger's constructor or step may raise anything)
+        return True
+    return torch.allclose(half * 2.0, whole, rtol=1e-2, atol=0.0)
+
+
+def _ten_steps(
+    optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any], scale: float, rate: float = _RATE
+) -> torch.Tensor:
     accepted = inspect.signature(optimizer_class.__init__).parameters
     settings = {name: value for name, value in defaults.items() if name in accepted}
     settings.update({name: 0.0 for name in ("weight_decay",) if name in settings})
-    settings.update({name: 2.0**-10 for name in ("lr",) if name in accepted})
+    settings.update({name: rate for name in ("lr",) if name in accepted})
     # Zeros, so that the way is read without rounding; two dimensions for optimizers that want matrices.
     parameter = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.float64))
     optimizer = optimizer_class([parameter], **settings)

@@ -39,6 +39,10 @@ class SlimConfig:
             Smaller follows the training more closely and costs more time and broadcasts.
         resync_every: rounds between two dense exchanges that make all replicas equal; 0 means never.
         local_steps: optimizer steps between two rounds (p), at least 1.
+        local_rate: part of the learning rate with which a rank steps by itself (λ), in (0, 1]; merged changes are
+            divided by it, so that the global model learns at the optimizer's own rate. Below 1 a rank computes its
+            gradients nearer to the global model, at w̄ + λ·(what it has learned and not sent). About 1/√K is more
+            accurate where few parameters are sent. With everything sent it changes nothing but rounding.
         overlap: merge a round one step after its launch, so that it travels while the next step is computed. Nothing
             is lost or counted twice; what others have learned arrives a step later.
         gradient_weight: weight c of the gradient in the significance \\|w\\| + c·\\|g\\|, at least 0.
@@ -88,6 +92,7 @@ class SlimConfig:
     reselect_every: int = 20
     resync_every: int = 0
     local_steps: int = 1
+    local_rate: float = 1.0
     overlap: bool = False
     gradient_weight: float = 1.0
     normalize: bool = True
@@ -121,6 +126,13 @@ class SlimConfig:
             raise ValueError(
                 f"core_fraction={self.core_fraction!r} is above comm_fraction={self.comm_fraction!r}: the core is "
                 f"part of what is sent; lower core_fraction or raise comm_fraction"
+            )
+        rate = _real("local_rate", self.local_rate)
+        object.__setattr__(self, "local_rate", rate)
+        if not 0.0 < rate <= 1.0:
+            raise ValueError(
+                f"local_rate={rate!r} is outside (0, 1]; 1 steps with the whole learning rate, 1 / hvd.size() ** 0.5 "
+                f"is a good value where few parameters are sent"
             )
         for name, least in _LEAST.items():
             value = getattr(self, name)

@@ -142,6 +142,11 @@ class GlobalModel:
             left = None if unsent is None else unsent[segment.start : segment.stop].to(mean.device)
             segment.write_all(mean if left is None else mean + left)
 
+    def stretch_pending_update(self, factor: float) -> None:
+        """w_k = w̄ + factor·u_k at every coordinate."""
+        update = torch.empty(self.arena.n, dtype=self.arena.value_dtype, device=self.arena.device)
+        self.settle_everywhere(self.pending_update_everywhere(update).mul_(factor))
+
     def take_over_everywhere(self, total: torch.Tensor, divisor: int) -> None:
         """w̄ += total / divisor and w_k = w̄ at every coordinate. ``total`` is used up."""
         if self.compiled and native.serves(total):

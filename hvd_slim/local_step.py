@@ -72,6 +72,24 @@ def unscaled(
             setattr(optimizer, name, value)
 
 
+@contextlib.contextmanager
+def slowed(optimizer: torch.optim.Optimizer, local_rate: float) -> Iterator[None]:
+    """Context for the wrapped class's step: every group's learning rate is ``local_rate`` times its own."""
+    if local_rate == 1.0:
+        yield
+        return
+    own = [(group, group["lr"]) for group in optimizer.param_groups]
+    slow = [rate * local_rate for _, rate in own]
+    for (group, _), rate in zip(own, slow):
+        group["lr"] = rate
+    try:
+        yield
+    finally:
+        for (group, rate), lent in zip(own, slow):
+            if group["lr"] is lent:  # else a hook has set another for the next step
+                group["lr"] = rate
+
+
 def learning_rates(optimizer: torch.optim.Optimizer) -> list[float]:
     """The learning rate of every parameter group that has one."""
     return [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from hvd_slim import horovod_module, launchers
-from hvd_slim.adaptive import is_adaptive
+from hvd_slim.adaptive import follows_learning_rate, is_adaptive
 from hvd_slim.buffers import average_buffers
 from hvd_slim.checkpoint import check_version, fresh_state, saved_global_parameters
 from hvd_slim.config import SlimConfig
-from hvd_slim.local_step import learning_rates, make_dense, must_skip, unscaled
+from hvd_slim.local_step import learning_rates, make_dense, must_skip, slowed, unscaled
 from hvd_slim.naming import NamedParameters, check_named_parameters, trainable_parameters
 from hvd_slim.stats import Stats
 from hvd_slim.synchronizer import Synchronizer
@@ -56,7 +56,8 @@ class SlimOptimizer:
             make_dense(parameters)
         if synchronizer.anywhere(must_skip(optimizer, parameters, slim.config.on_nonfinite)):
             return None
-        with unscaled(optimizer, parameters, _base_of(type(self))):
+        rate = 1.0 if synchronizer.alone else slim.config.local_rate
+        with unscaled(optimizer, parameters, _base_of(type(self))), slowed(optimizer, rate):
             result = super().step(*args, **kwargs)  # type: ignore[misc]
         synchronizer.after_step(learning_rates(optimizer))
         return result
@@ -317,6 +318,7 @@ def DistributedOptimizer(  # noqa: N802  (the name Horovod gave it)
             f"parameters into one buffer already; leave both out"
         )
     named = check_named_parameters(optimizer, named_parameters)
+    _check_local_rate(compression.local_rate, optimizer)
     matters = compression.restore_norm is None or compression.leaves_explorer_open
     adaptive = matters and is_adaptive(type(optimizer), optimizer.defaults)
     compression = compression.for_optimizer(adaptive)
@@ -345,3 +347,23 @@ def _check_compression(compression: Any) -> None:
 def _check_passes(passes: int) -> None:
     if not isinstance(passes, int) or isinstance(passes, bool) or passes < 1:
         raise ValueError(f"backward_passes_per_step={passes!r} must be a whole number of at least 1")
+
+
+def _check_local_rate(local_rate: float, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse to step with a part of the learning rate where that is not a step of that part, or is lost."""
+    if local_rate == 1.0:
+        return
+    if not all("lr" in group for group in optimizer.param_groups) or not follows_learning_rate(
+        type(optimizer), optimizer.defaults
+    ):
+        raise ValueError(
+            f"local_rate={local_rate!r} needs steps that are proportional to the learning rate, which those of "
+            f"{type(optimizer).__name__} are not; leave it at 1.0"
+        )
+    dtypes = {p.dtype for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    narrow = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes if dtype.itemsize < 4)
+    if narrow:
+        raise ValueError(
+            f"local_rate={local_rate!r} with {narrow[0]} parameters: smaller steps would be lost in rounding; leave "
+            f"it at 1.0, or keep the parameters in float32 and use autocast"
+        )

@@ -380,6 +380,8 @@ class Synchronizer:
 
     def _restore_exchange(self, state: dict[str, Any], exchange: Exchange) -> None:
         exchange.load_state(state["exchange"])
+        if state["config"]["local_rate"] != self.config.local_rate:
+            exchange.model.stretch_pending_update(self.config.local_rate / state["config"]["local_rate"])
         self._begun = state["begun"] and not state.get("shared")
         same_core = state["config"]["core_fraction"] == self.config.core_fraction
         if isinstance(exchange, SlimExchange) and state["core"] is not None and same_core:

@@ -5,6 +5,7 @@ Beyond the words of ``oracle``:
     base[k]     what rank k last saw of w̄; equal to w̄ on every path but alltoall
     r           what rounding kept back of u: it stays pending
     γ           how much longer a merged change is made (``restore_norm``)
+    λ           part of the learning rate of a local step (``local_rate``); merged changes are divided by it
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class PathOracle(Oracle):
         value_dtype: str = "float32",
         rounding: str = "nearest",
         restore_norm: bool = False,
+        local_rate: float = 1.0,
         warmup_rounds: int = 0,
         warmup: str = "dense",
         **options: Any,
@@ -40,7 +42,7 @@ class PathOracle(Oracle):
         super().__init__(initial, **options)
         self.explorer, self.exchange = explorer, exchange
         self.value_dtype, self.rounding, self.restore_norm = value_dtype, rounding, restore_norm
-        self.warmup_rounds, self.warmup = warmup_rounds, warmup
+        self.local_rate, self.warmup_rounds, self.warmup = local_rate, warmup_rounds, warmup
         self.comm_fraction = options.get("comm_fraction", 0.3)
         self.always_dense = exchange == "dense" or self.core_size == self.n
         if self.always_dense:
@@ -83,14 +85,16 @@ class PathOracle(Oracle):
     # Rounds ---------------------------------------------------------------------------------------------------------
 
     def exchange_everything(self, value_dtype: str, restore_norm: bool) -> None:
-        """w̄ += γ · mean of u everywhere; w = w̄ + r."""
+        """w̄ += γ/λ · mean of u everywhere; w = w̄ + r."""
         u = [w - base for w, base in zip(self.w, self.base)]
         if self.exchange == "alltoall":  # each owner sums its slice in rank order and tells it to all
             change = np.add.reduce(u) / np.float32(self.K)
+            factor = 1.0
             if restore_norm:
                 squares = [float(np.dot(x.astype(np.float64), x)) for x in u]
                 slices = np.split(change, self.slices(self.n)[1:-1])
-                change *= np.float32(self.gamma(sum(squares), sum(float(np.dot(s.astype(float), s)) for s in slices)))
+                factor = self.gamma(sum(squares), sum(float(np.dot(s.astype(float), s)) for s in slices))
+            change *= np.float32(factor / self.local_rate)
             r = [np.zeros(self.n, np.float32) for _ in u]
             self.exactly_summed = np.arange(0)
         else:
@@ -125,7 +129,7 @@ class PathOracle(Oracle):
             self.w[k][E_k] = self.base[k][E_k] + r[k]
 
     def merge_among_all(self, where: Vector) -> float:
-        """w̄ += γ · mean of u at ``where``, the core first; w = w̄ + r. Every rank has seen all of w̄ there."""
+        """w̄ += γ/λ · mean of u at ``where``, the core first; w = w̄ + r. Every rank has seen all of w̄ there."""
         u = [w[where] - base[where] for w, base in zip(self.w, self.base)]
         change, r, factor = self.reduce(u, self.value_dtype, self.core_size if self.restore_norm else 0)
         self.exactly_summed = where if self.value_dtype == "float32" else where[:0]
@@ -138,7 +142,7 @@ class PathOracle(Oracle):
     # What a reduction gives -----------------------------------------------------------------------------------------
 
     def reduce(self, u: list[Vector], value_dtype: str, norm_count: int) -> tuple[Vector, list[Vector], float]:
-        """(γ · mean of u, what rounding kept back on each rank, γ); γ is taken over the first ``norm_count``."""
+        """(γ/λ · mean of u, what rounding kept back on each rank, γ/λ); γ is taken over the first ``norm_count``."""
         count = len(u[0])
         squares = [float(np.dot(x[:norm_count].astype(np.float64), x[:norm_count])) for x in u]
         if value_dtype == "float32":
@@ -147,10 +151,10 @@ class PathOracle(Oracle):
         else:
             average, r = self.reduce_narrow(u, value_dtype)
             total = sum(squares)
-        if not norm_count:
-            return average, r, 1.0
-        core = average[:norm_count].astype(np.float64)
-        factor = self.gamma(total, float(np.dot(core, core)))
+        factor = 1 / self.local_rate
+        if norm_count:
+            core = average[:norm_count].astype(np.float64)
+            factor = self.gamma(total, float(np.dot(core, core))) * factor
         return average * np.float32(factor), r, factor
 
     def reduce_narrow(self, u: list[Vector], value_dtype: str) -> tuple[Vector, list[Vector]]:

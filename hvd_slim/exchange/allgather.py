@@ -27,11 +27,8 @@ class AllgatherExchange(SlimExchange):
 
     def __init__(self, model: GlobalModel, transport: Transport, config: SlimConfig, restore_norm: bool) -> None:
         super().__init__(model, transport, config, restore_norm)
-        arena = self.arena
         norm_count = self.core_count if restore_norm else 0
-        self._core_mean = MeanReduction(
-            transport, self.codec, self.core_count, arena.value_dtype, arena.device, "core", norm_count
-        )
+        self._core_mean = self.reduction(self.codec, self.core_count, "core", norm_count)
 
     def launch(self, round_number: int, overlap: bool, draw_ahead: bool = False) -> Flight:
         """Send the core's pending updates, and the pairs of E_k. Collective, non-blocking."""

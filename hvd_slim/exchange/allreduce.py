@@ -39,9 +39,8 @@ class AllreduceExchange(SlimExchange):
             self._mean = self._make_reduction()
 
     def _make_reduction(self) -> MeanReduction:
-        arena, count = self.arena, self.core_count + self.explorer.count
         norm_count = self.core_count if self.restore_norm else 0
-        return MeanReduction(self.transport, self.codec, count, arena.value_dtype, arena.device, "core", norm_count)
+        return self.reduction(self.codec, self.core_count + self.explorer.count, "core", norm_count)
 
     def launch(self, round_number: int, overlap: bool, draw_ahead: bool = False) -> Flight:
         """Send the pending updates of core and explorers. Collective; waits for a leader's choice if it was not made

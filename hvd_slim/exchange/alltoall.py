@@ -37,9 +37,7 @@ class AlltoallExchange(SlimExchange):
         super().__init__(model, transport, config, restore_norm)
         arena, size = self.arena, transport.size
         norm_count = self.core_count if restore_norm else 0
-        self._core_mean = MeanReduction(
-            transport, self.codec, self.core_count, arena.value_dtype, arena.device, "core", norm_count
-        )
+        self._core_mean = self.reduction(self.codec, self.core_count, "core", norm_count)
         self._bounds = [arena.n * rank // size for rank in range(size + 1)]
         self.owned = OwnedSlice(model, self._bounds[transport.rank], self._bounds[transport.rank + 1])
 
@@ -166,8 +164,7 @@ class AlltoallExchange(SlimExchange):
                 mean += part.view(arena.value_dtype)
             mean /= size
         factor = self._agree(update, mean, phase)
-        if restore_norm:
-            mean *= factor
+        mean *= (factor if restore_norm else 1.0) / self.config.local_rate
         self.owned.add_everywhere(mean)
         whole = self.whole_model(phase)
         with self.stats.timed("merge"):

@@ -18,7 +18,7 @@ from hvd_slim.global_model import GlobalModel
 from hvd_slim.significance import largest_updates
 from hvd_slim.sweep import Sweep, sweep
 from hvd_slim.transport.base import Transport
-from hvd_slim.values import make_codec
+from hvd_slim.values import ValueCodec, make_codec
 
 
 class Exchange(abc.ABC):
@@ -44,6 +44,13 @@ class Exchange(abc.ABC):
         self.nonfinite = False
         self.codec = make_codec(config.value_dtype, self.arena.value_dtype, config.rounding, config.seed)
         self.exact_codec = make_codec("float32", self.arena.value_dtype, "nearest", config.seed)
+
+    def reduction(self, codec: ValueCodec, count: int, phase: str, norm_count: int) -> MeanReduction:
+        """A reduction over all ranks, as ``MeanReduction`` describes it."""
+        arena = self.arena
+        return MeanReduction(
+            self.transport, codec, count, arena.value_dtype, arena.device, phase, norm_count, 1 / self.config.local_rate
+        )
 
     def exchange(self, round_number: int) -> None:
         """One round: launched, and merged at once. Collective."""

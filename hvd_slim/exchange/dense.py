@@ -58,9 +58,8 @@ def exchange_everything(exchange: Exchange, phase: str, restore_norm: bool) -> N
 
 
 def _reduction_of_everything(exchange: Exchange, codec: ValueCodec, phase: str, restore_norm: bool) -> MeanReduction:
-    arena = exchange.arena
-    norm_count = arena.n if restore_norm else 0
-    return MeanReduction(exchange.transport, codec, arena.n, arena.value_dtype, arena.device, phase, norm_count)
+    n = exchange.arena.n
+    return exchange.reduction(codec, n, phase, n if restore_norm else 0)
 
 
 def merge_everything(exchange: Exchange, reduction: MeanReduction, at_launch: torch.Tensor | None) -> None:

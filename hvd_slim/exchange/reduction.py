@@ -33,23 +33,24 @@ class MeanReduction:
         dtype, device: of the buffer (the arena's).
         phase: under which bytes are counted.
         norm_count: scale the mean by γ (``restore_norm``), taken over the first ``norm_count`` values; 0 for no scale.
+        stretch: multiply the mean by it, too (1/λ, ``local_rate``).
 
     Attributes:
         update: shape (count,): to be filled before ``start``. Its contents are used up.
         unsent: after ``finish``: shape (count,), what this rank still has to tell; None if everything was sent.
-        factor: after ``finish``: γ, 1 without ``norm_count``.
+        factor: after ``finish``: what the mean was multiplied by, γ·stretch; γ is 1 without ``norm_count``.
         nonfinite: after ``finish``: how many ranks said that they hold non-finite values, and the sum of their numbers.
     """
 
     def __init__(
         self, transport: Transport, codec: ValueCodec, count: int, dtype: torch.dtype, device: torch.device, phase: str,
-        norm_count: int = 0,
+        norm_count: int = 0, stretch: float = 1.0,
     ) -> None:  # fmt: skip
         self._transport, self._codec, self._phase, self._norm_count = (transport, codec, phase, norm_count)
         self._buffer = torch.zeros(count + _RIDERS, dtype=dtype, device=device)
         self.update = self._buffer[:count]
         self.unsent: torch.Tensor | None = None
-        self.factor = 1.0
+        self.factor = self._stretch = stretch
         self.nonfinite = (0, 0)
         size = transport.size
         self._bounds = [count * rank // size for rank in range(size + 1)]
@@ -99,7 +100,7 @@ class MeanReduction:
             self._slices, self.unsent = Pending(lambda: received), state["unsent"].to(self._buffer.device).clone()
 
     def finish(self) -> torch.Tensor:
-        """Wait for the mean: shape (count,), bit-identical on all ranks, scaled by γ if so configured. Collective."""
+        """Wait for the mean: shape (count,), bit-identical on all ranks, times ``factor``. Collective."""
         total, divisor = self.finish_sum()
         return total if divisor == 1 else total.div_(divisor)
 
@@ -111,7 +112,9 @@ class MeanReduction:
             self._summed = None
             square_sum = self._read_riders(summed[-_RIDERS:].tolist())
             total = summed[: self.update.numel()]
-            return (self._scaled(total.div_(size), square_sum / size), 1) if self._norm_count else (total, size)
+            if not self._norm_count and self._stretch == 1.0:
+                return total, size
+            return self._scaled(total.div_(size), square_sum / size), 1
         assert self._slices is not None
         data, counts = self._slices.wait()
         self._slices = None
@@ -148,9 +151,9 @@ class MeanReduction:
 
     def _scaled(self, mean: torch.Tensor, square_mean: float) -> torch.Tensor:
         if self._norm_count:
-            self.factor = norm_factor(square_mean, sum_of_squares(mean[: self._norm_count]), self._transport.size)
-            mean.mul_(self.factor)
-        return mean
+            norm = norm_factor(square_mean, sum_of_squares(mean[: self._norm_count]), self._transport.size)
+            self.factor = norm * self._stretch
+        return mean if self.factor == 1.0 else mean.mul_(self.factor)
 
     # A message: the encoded values, padded, and the riders.
 

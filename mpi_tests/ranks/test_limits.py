@@ -18,6 +18,8 @@ EVERYTHING: list[Options] = [
     {"comm_fraction": 1.0, "core_fraction": 1.0},
     {"comm_fraction": 1.0, "core_fraction": 1.0, "reselect_every": 3, "resync_every": 4},
     {"comm_fraction": 0.1, "core_fraction": 0.05, "resync_every": 1},
+    {"exchange": "dense", "local_rate": 0.3},
+    {"exchange": "alltoall", "resync_every": 1, "local_rate": 0.25},
     {"comm_fraction": 0.1, "core_fraction": 0.05, "warmup_rounds": 100},
 ]
 

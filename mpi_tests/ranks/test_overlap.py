@@ -20,10 +20,10 @@ WAYS: list[dict[str, Any]] = [
     {"exchange": "allgather"},
     {"exchange": "allgather", "explorer": "greedy", "resync_every": 6, "restore_norm": True},
     {"exchange": "allgather", "explorer": "cyclic", "value_dtype": "int8", "warmup_rounds": 2},
-    {"exchange": "alltoall", "warmup_rounds": 3, "warmup": "linear"},
+    {"exchange": "alltoall", "warmup_rounds": 3, "warmup": "linear", "local_rate": 0.25},
     {"exchange": "alltoall", "explorer": "greedy", "value_dtype": "bfloat16", "resync_every": 5},
     {"exchange": "allreduce", "explorer": "shared", "local_steps": 2},
-    {"exchange": "allreduce", "explorer": "leader", "resync_every": 5},
+    {"exchange": "allreduce", "explorer": "leader", "resync_every": 5, "local_rate": 0.3},
     {"exchange": "allreduce", "explorer": "leader", "value_dtype": "float16", "warmup_rounds": 3, "warmup": "linear"},
     {"exchange": "dense"},
     {"exchange": "dense", "value_dtype": "int8", "resync_every": 4},
@@ -49,6 +49,7 @@ def test_a_round_is_the_oracles_one_step_late(options: dict[str, Any], transport
     optimizer = slim(named, torch.optim.SGD(parameters, lr=0.125), transport=transport, **{**COMMON, **options})
     oracle_options = {name: value for name, value in {**COMMON, **options}.items() if name != "overlap"}
     oracle = OverlapOracle([flatten(parameters).astype(np.float32)] * hvd.size(), **oracle_options)
+    near = 2e-6 / options.get("local_rate", 1.0)  # merged changes are stretched, and so is what rounding makes of them
     stepped: list[np.ndarray] = []
     optimizer.register_step_post_hook(lambda *_: stepped.append(gather(flatten(parameters)).astype(np.float32)))
     for step in range(STEPS):
@@ -62,8 +63,8 @@ def test_a_round_is_the_oracles_one_step_late(options: dict[str, Any], transport
         if oracle.E:
             np.testing.assert_array_equal(core_of(optimizer), oracle.C)
         live, known = flatten(parameters), known_of_the_global_model(optimizer)
-        np.testing.assert_allclose(live, oracle.w[hvd.rank()], rtol=2e-6, atol=2e-6)
-        np.testing.assert_allclose(known, oracle.base[hvd.rank()], rtol=2e-6, atol=2e-6)
+        np.testing.assert_allclose(live, oracle.w[hvd.rank()], rtol=near, atol=near)
+        np.testing.assert_allclose(known, oracle.base[hvd.rank()], rtol=near, atol=near)
         # On from what the run has.
         oracle.w, oracle.base = list(gather(live).astype(np.float32)), list(gather(known).astype(np.float32))
     assert hvd.size() == 1 or optimizer._slim.started._flight is not None

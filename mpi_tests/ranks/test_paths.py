@@ -40,6 +40,7 @@ def options_for(explorer: str, exchange: str, value_dtype: str, rounding: str) -
         "reselect_every": int(rng.choice([3, 4])),
         "resync_every": int(rng.choice([0, 5])),
         "restore_norm": bool(rng.integers(2)),
+        "local_rate": float(rng.choice([1.0, 0.25, 0.3])),
         "warmup_rounds": int(rng.choice([0, 2])),
         "warmup": str(rng.choice(["dense", "linear"])),
         "seed": int(rng.integers(2**40)),

@@ -82,7 +82,9 @@ def draw(number: int) -> Interrupted:
     }
     names = list(OPTIMIZERS)
     stop = int(rng.integers(1, STEPS - 1))
-    return Interrupted(number, names[number % len(names)], options, DTYPES[number // 2 % len(DTYPES)], stop)
+    dtype = DTYPES[number // 2 % len(DTYPES)]
+    options["local_rate"] = 1.0 if dtype == torch.bfloat16 else float(rng.choice([1.0, 0.3]))
+    return Interrupted(number, names[number % len(names)], options, dtype, stop)
 
 
 def begin(interrupted: Interrupted) -> tuple[Named, Any, Any]:

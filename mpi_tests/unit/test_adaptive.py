@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hvd_slim.adaptive import is_adaptive
+from hvd_slim.adaptive import follows_learning_rate, is_adaptive
 
 LINEAR: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -63,6 +63,13 @@ def test_linear(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(ADAPTIVE))
 def test_adaptive(name: str) -> None:
     assert found(ADAPTIVE[name])
+
+
+@pytest.mark.parametrize("name", sorted({**LINEAR, **ADAPTIVE}))
+def test_proportional_to_the_learning_rate(name: str) -> None:
+    """All that torch has, but Rprop, whose rate is that of the first step alone."""
+    optimizer = {**LINEAR, **ADAPTIVE}[name]([torch.nn.Parameter(torch.zeros(3, 2))])
+    assert follows_learning_rate(type(optimizer), optimizer.defaults) == (name != "Rprop")
 
 
 def test_one_that_cannot_be_tried_out(caplog: pytest.LogCaptureFixture) -> None:

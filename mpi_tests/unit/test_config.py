@@ -32,7 +32,12 @@ def test_fraction_outside_its_range(name: str, value: float) -> None:
     refused(ValueError, f"{name}={float(value)!r}", "(0, 1]", "as a fraction", **{name: value})
 
 
-@pytest.mark.parametrize("name", ["comm_fraction", "core_fraction", "gradient_weight"])
+@pytest.mark.parametrize("value", [0.0, -0.3, 1.0000001, math.inf, math.nan])
+def test_local_rate_outside_its_range(value: float) -> None:
+    refused(ValueError, f"local_rate={value!r}", "(0, 1]", "hvd.size()", local_rate=value)
+
+
+@pytest.mark.parametrize("name", ["comm_fraction", "core_fraction", "gradient_weight", "local_rate"])
 @pytest.mark.parametrize("value", [True, False, "0.3", None, 0.3 + 0j, [0.3], Fraction(1, 3)])
 def test_number_of_another_type(name: str, value: object) -> None:
     refused(TypeError, name, repr(value), type(value).__name__, "give a number", **{name: value})

@@ -56,6 +56,14 @@ def test_other_operations_than_average() -> None:
     refused(sgd(), ["op=17", "hvd.Average"], op=17)
 
 
+def test_a_local_rate_that_would_not_be_one() -> None:
+    slower = {"compression": hvd.Compression.slim(local_rate=0.25)}
+    refused(torch.optim.Rprop(model().parameters()), ["local_rate=0.25", "Rprop", "1.0"], **slower)
+    half = torch.optim.SGD(model().to(torch.bfloat16).parameters(), lr=0.1)
+    refused(half, ["local_rate=0.25", "bfloat16", "autocast"], **slower)
+    assert isinstance(hvd.DistributedOptimizer(sgd(), **slower), torch.optim.SGD)
+
+
 def test_average_is_accepted() -> None:
     assert isinstance(hvd.DistributedOptimizer(sgd(), compression=SLIM, op=hvd.Average), torch.optim.SGD)
 
