@@ -77,7 +77,10 @@ def test_the_users_learning_rate_stays_as_it_was() -> None:
     named = CASE.parameters()
     parameters = list(named.values())
     half = len(parameters) // 2
-    groups = [{"params": parameters[:half], "lr": torch.tensor(0.3)}, {"params": parameters[half:]}]
+    groups: list[dict[str, Any]] = [
+        {"params": parameters[:half], "lr": torch.tensor(0.3)},
+        {"params": parameters[half:]},
+    ]
     optimizer = slim(named, torch.optim.SGD([g for g in groups if g["params"]], lr=0.2), local_rate=0.3)
     rates = [group["lr"] for group in optimizer.param_groups]
     train(optimizer, named, 0, 2)

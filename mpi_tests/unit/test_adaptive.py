@@ -50,6 +50,17 @@ class Demanding(torch.optim.Optimizer):
         """Nothing."""
 
 
+class Rooted(torch.optim.SGD):
+    """Steps with the square root of its rate."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Down the gradient."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad, alpha=group["lr"] ** 0.5)
+
+
 def found(make: Callable[[Any], torch.optim.Optimizer]) -> bool:
     optimizer = make([torch.nn.Parameter(torch.zeros(3, 2))])
     return is_adaptive(type(optimizer), optimizer.defaults)
@@ -67,9 +78,14 @@ def test_adaptive(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted({**LINEAR, **ADAPTIVE}))
 def test_proportional_to_the_learning_rate(name: str) -> None:
-    """All that torch has, but Rprop, whose rate is that of the first step alone."""
+    """All that torch has."""
     optimizer = {**LINEAR, **ADAPTIVE}[name]([torch.nn.Parameter(torch.zeros(3, 2))])
-    assert follows_learning_rate(type(optimizer), optimizer.defaults) == (name != "Rprop")
+    assert follows_learning_rate(type(optimizer), optimizer.defaults)
+
+
+def test_not_proportional_to_the_learning_rate() -> None:
+    """One that makes of its rate what it likes."""
+    assert not follows_learning_rate(Rooted, {"lr": 0.1})
 
 
 def test_one_that_cannot_be_tried_out(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,6 +11,7 @@ import torch
 
 import hvd_slim as hvd
 from hvd_slim.naming import check_named_parameters, trainable_parameters
+from unit.test_adaptive import Demanding, Rooted
 
 pytestmark = pytest.mark.usefixtures("alone")
 SLIM = hvd.Compression.slim()
@@ -57,8 +58,9 @@ def test_other_operations_than_average() -> None:
 
 
 def test_a_local_rate_that_would_not_be_one() -> None:
-    slower = {"compression": hvd.Compression.slim(local_rate=0.25)}
-    refused(torch.optim.Rprop(model().parameters()), ["local_rate=0.25", "Rprop", "1.0"], **slower)
+    slower: dict[str, Any] = {"compression": hvd.Compression.slim(local_rate=0.25)}
+    refused(Rooted(model().parameters(), lr=0.1), ["local_rate=0.25", "Rooted", "1.0"], **slower)
+    refused(Demanding(model().parameters(), lambda step: 0.1), ["local_rate=0.25", "Demanding", "1.0"], **slower)
     half = torch.optim.SGD(model().to(torch.bfloat16).parameters(), lr=0.1)
     refused(half, ["local_rate=0.25", "bfloat16", "autocast"], **slower)
     assert isinstance(hvd.DistributedOptimizer(sgd(), **slower), torch.optim.SGD)
