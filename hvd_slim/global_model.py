@@ -147,7 +147,7 @@ class GlobalModel:
         update = torch.empty(self.arena.n, dtype=self.arena.value_dtype, device=self.arena.device)
         self.settle_everywhere(self.pending_update_everywhere(update).mul_(factor))
 
-    def take_over_everywhere(self, total: torch.Tensor, divisor: int) -> None:
+    def take_over_everywhere(self, total: torch.Tensor, divisor: float) -> None:
         """w̄ += total / divisor and w_k = w̄ at every coordinate. ``total`` is used up."""
         if self.compiled and native.serves(total):
             native.take_over(self.arena.memory_table(), self.flat[0], total, divisor)

@@ -101,7 +101,7 @@ def sweep(segments: ctypes.Array[Segment], mean: torch.Tensor, steps: Sequence[S
     _call("sweep", segments, _count(len(segments)), _pointer(mean), table, _count(len(steps)))
 
 
-def take_over(segments: ctypes.Array[Segment], mean: torch.Tensor, total: torch.Tensor, divisor: int) -> None:
+def take_over(segments: ctypes.Array[Segment], mean: torch.Tensor, total: torch.Tensor, divisor: float) -> None:
     """w̄ += total / divisor and w_k = w̄ at every coordinate, in one pass.
 
     Args:

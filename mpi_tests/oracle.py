@@ -134,10 +134,15 @@ def ceil_exactly(fraction: float, n: int) -> int:
 
 def mean(vectors: Sequence[Vector]) -> Vector:
     """Added in rank order, then divided."""
+    return total_of(vectors) / np.float32(len(vectors))
+
+
+def total_of(vectors: Sequence[Vector]) -> Vector:
+    """Added in rank order."""
     total = vectors[0].copy()
     for vector in vectors[1:]:
         total += vector
-    return total / np.float32(len(vectors))
+    return total
 
 
 def allreduce_bound(u: Sequence[Vector], w_bar: Vector) -> Vector:

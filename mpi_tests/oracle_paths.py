@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from oracle import EXPLORERS as RANDOM
-from oracle import Oracle, Vector, ceil_exactly, mean
+from oracle import Oracle, Vector, ceil_exactly, mean, total_of
 from oracle_values import decode, encode
 
 
@@ -146,7 +146,11 @@ class PathOracle(Oracle):
         count = len(u[0])
         squares = [float(np.dot(x[:norm_count].astype(np.float64), x[:norm_count])) for x in u]
         if value_dtype == "float32":
-            average, r = mean(u), [np.zeros(count, np.float32) for _ in u]
+            r = [np.zeros(count, np.float32) for _ in u]
+            if not norm_count:
+                stretch = 1 / self.local_rate
+                return total_of(u) / np.float32(self.K / stretch), r, stretch
+            average = mean(u)
             total = float(mean([np.array([square], np.float32) for square in squares])[0]) * self.K
         else:
             average, r = self.reduce_narrow(u, value_dtype)

@@ -102,9 +102,9 @@ class MeanReduction:
     def finish(self) -> torch.Tensor:
         """Wait for the mean: shape (count,), bit-identical on all ranks, times ``factor``. Collective."""
         total, divisor = self.finish_sum()
-        return total if divisor == 1 else total.div_(divisor)
+        return total if divisor == 1.0 else total.div_(divisor)
 
-    def finish_sum(self) -> tuple[torch.Tensor, int]:
+    def finish_sum(self) -> tuple[torch.Tensor, float]:
         """The same before a last division: (shape (count,), by what it is to be divided)."""
         size = self._transport.size
         if self._summed is not None:
@@ -112,9 +112,9 @@ class MeanReduction:
             self._summed = None
             square_sum = self._read_riders(summed[-_RIDERS:].tolist())
             total = summed[: self.update.numel()]
-            if not self._norm_count and self._stretch == 1.0:
-                return total, size
-            return self._scaled(total.div_(size), square_sum / size), 1
+            if not self._norm_count:
+                return total, size / self._stretch
+            return self._scaled(total.div_(size), square_sum / size), 1.0
         assert self._slices is not None
         data, counts = self._slices.wait()
         self._slices = None
@@ -126,7 +126,7 @@ class MeanReduction:
             own_mean += self._decode(message, length)
             riders += message[-_RIDER_BYTES:].view(torch.float64)
         square_sum = self._read_riders(riders.tolist())
-        return self._scaled(self._share(own_mean.div_(size)), square_sum / size), 1
+        return self._scaled(self._share(own_mean.div_(size)), square_sum / size), 1.0
 
     def _read_riders(self, sums: list[float]) -> float:
         square_sum, bad_ranks, rank_sum = sums
