@@ -40,11 +40,16 @@ def is_adaptive(optimizer_class: type[torch.optim.Optimizer], defaults: dict[str
 def follows_learning_rate(optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]) -> bool:
     """Whether half the learning rate makes ``optimizer_class`` with ``defaults`` go half as far.
 
-    True as well when the class cannot be tried out: nearly every optimizer does.
+    When the class cannot be tried out, a line says so and the answer is True: nearly every optimizer does.
     """
     try:
         whole, half = (_ten_steps(optimizer_class, defaults, 1.0, rate) for rate in (_RATE, _RATE / 2))
-    except Exception:  # noqa: BLE001  (a stranger's constructor or step may raise anything)
+    except Exception as error:  # noqa: BLE001  (a stranger's constructor or step may raise anything)
+        if launchers.detect().rank == 0:
+            log.warning(
+                "cannot tell whether steps of %s are proportional to its learning rate (%s: %s); local_rate takes them "
+                "for it: leave it at 1.0 if they are not", optimizer_class.__name__, type(error).__name__, error,
+            )  # fmt: skip
         return True
     return torch.allclose(half * 2.0, whole, rtol=1e-2, atol=0.0)
 

@@ -23,6 +23,11 @@ def check_version(state: dict[str, Any]) -> None:
         )
 
 
+def with_later_settings(state: dict[str, Any]) -> dict[str, Any]:
+    """``state`` with the settings that there were not yet when it was written, at what they were then in effect."""
+    return {**state, "config": {"local_rate": 1.0, **state["config"]}}
+
+
 def fresh_state(config: SlimConfig) -> dict[str, Any]:
     """The state of a run that has not begun."""
     return {"version": _VERSION, "config": config.to_dict(), "steps": 0, "rounds": 0, "selections": 0}

@@ -42,8 +42,8 @@ class SlimConfig:
         local_rate: part of the learning rate with which a rank steps by itself (λ), in (0, 1]; merged changes are
             divided by it, so that the global model learns at the optimizer's own rate. Below 1 a rank computes its
             gradients nearer to the global model, at w̄ + λ·(what it has learned and not sent); with everything sent it
-            changes nothing but rounding. 1/K to 1/√K was more accurate with SGD and ``"leader"``, less accurate with
-            ``"random"`` and with AdamW (examples/results). Not for 16-bit parameters, in which small steps are lost.
+            changes nothing but rounding. 1/K was more accurate on one of two networks with SGD and ``"leader"``, and
+            less with ``"random"`` and with AdamW (examples/results). Not for 16-bit parameters, where small steps are lost.
         overlap: merge a round one step after its launch, so that it travels while the next step is computed. Nothing
             is lost or counted twice; what others have learned arrives a step later.
         gradient_weight: weight c of the gradient in the significance \\|w\\| + c·\\|g\\|, at least 0.
@@ -132,8 +132,8 @@ class SlimConfig:
         object.__setattr__(self, "local_rate", rate)
         if not 0.0 < rate <= 1.0:
             raise ValueError(
-                f"local_rate={rate!r} is outside (0, 1]; 1 steps with the whole learning rate; 1 / hvd.size() "
-                f"suits explorer='leader' with SGD"
+                f"local_rate={rate!r} is outside (0, 1]; 1 steps with the whole learning rate, "
+                f"1 / hvd.size() makes merged changes sums of what was sent"
             )
         for name, least in _LEAST.items():
             value = getattr(self, name)

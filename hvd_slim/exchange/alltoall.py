@@ -164,7 +164,9 @@ class AlltoallExchange(SlimExchange):
                 mean += part.view(arena.value_dtype)
             mean /= size
         factor = self._agree(update, mean, phase)
-        mean *= (factor if restore_norm else 1.0) / self.config.local_rate
+        stretch = (factor if restore_norm else 1.0) / self.config.local_rate
+        if stretch != 1.0:
+            mean *= stretch
         self.owned.add_everywhere(mean)
         whole = self.whole_model(phase)
         with self.stats.timed("merge"):

@@ -132,6 +132,26 @@ def test_resumed_with_another_rate(exchange: str) -> None:
         each._slim.renew()
 
 
+def test_a_checkpoint_from_before_there_was_one() -> None:
+    """It goes on to the same bits, its round in flight included."""
+    ends = []
+    for old in (False, True):
+        named = CASE.parameters()
+        options = {"exchange": "allgather", "comm_fraction": 0.2, "core_fraction": 0.1, "overlap": True}
+        optimizer = slim(named, sgd(named), **options)
+        train(optimizer, named, 0, 5)
+        state = optimizer.state_dict()
+        if old:
+            state["hvd_slim"]["config"].pop("local_rate")
+        resumed = slim(named, sgd(named), **options)
+        resumed.load_state_dict(state)
+        train(resumed, named, 5, 9)
+        ends.append(flatten(named.values()))
+        for each in (optimizer, resumed):
+            each._slim.renew()
+    np.testing.assert_array_equal(*ends)
+
+
 def test_a_rate_of_one_over_the_ranks_sums() -> None:
     """λ = 1/K: merged changes are sums of what was sent."""
     named = CASE.parameters(torch.float64)

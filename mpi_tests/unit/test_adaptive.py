@@ -88,6 +88,15 @@ def test_not_proportional_to_the_learning_rate() -> None:
     assert not follows_learning_rate(Rooted, {"lr": 0.1})
 
 
+def test_one_whose_rate_cannot_be_tried_out(caplog: pytest.LogCaptureFixture) -> None:
+    """It counts as proportional, and a line says what to do if it is not."""
+    with caplog.at_level(logging.WARNING, logger="hvd_slim"):
+        assert follows_learning_rate(Demanding, {})
+    (record,) = caplog.records
+    assert "Demanding" in record.getMessage()
+    assert "local_rate" in record.getMessage()
+
+
 def test_one_that_cannot_be_tried_out(caplog: pytest.LogCaptureFixture) -> None:
     """It counts as linear, and a line says how to set it."""
     with caplog.at_level(logging.WARNING, logger="hvd_slim"):
