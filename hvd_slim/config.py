@@ -43,7 +43,8 @@ class SlimConfig:
             divided by it, so that the global model learns at the optimizer's own rate. Below 1 a rank computes its
             gradients nearer to the global model, at w̄ + λ·(what it has learned and not sent); with everything sent it
             changes nothing but rounding. 1/K was more accurate on one of two networks with SGD and ``"leader"``, and
-            less with ``"random"`` and with AdamW (examples/results). Not for 16-bit parameters, where small steps are lost.
+            less with ``"random"`` and with AdamW (examples/results). Not for 16-bit parameters: small
+            steps are lost.
         overlap: merge a round one step after its launch, so that it travels while the next step is computed. Nothing
             is lost or counted twice; what others have learned arrives a step later.
         gradient_weight: weight c of the gradient in the significance \\|w\\| + c·\\|g\\|, at least 0.

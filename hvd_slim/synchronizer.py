@@ -352,12 +352,8 @@ class Synchronizer:
         """Take up a run where ``state_dict`` left it, from the next step on. Not collective."""
         checkpoint.check_version(state)
         self.steps, self.rounds, self.selections = (state["steps"], state["rounds"], state["selections"])
-        self._restored, self._named, self._exchange, self._core = (
-            checkpoint.with_later_settings(state),
-            (),
-            None,
-            None,
-        )
+        self._restored, self._named = checkpoint.with_later_settings(state), ()
+        self._exchange = self._core = None
         self._flight = None
         if self.alone:
             self._restored = None  # alone, the live parameters are the model

@@ -149,7 +149,7 @@ def test_a_checkpoint_from_before_there_was_one() -> None:
         ends.append(flatten(named.values()))
         for each in (optimizer, resumed):
             each._slim.renew()
-    np.testing.assert_array_equal(*ends)
+    np.testing.assert_array_equal(ends[0], ends[1])
 
 
 def test_a_rate_of_one_over_the_ranks_sums() -> None:
