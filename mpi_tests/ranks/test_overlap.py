@@ -69,6 +69,9 @@ def test_a_round_is_the_oracles_one_step_late(options: dict[str, Any], transport
         np.testing.assert_allclose(known, oracle.base[hvd.rank()], rtol=near, atol=near)
         # On from what the run has.
         oracle.w, oracle.base = list(gather(live).astype(np.float32)), list(gather(known).astype(np.float32))
+        if oracle.launched is not None and oracle.local_rate < 1.0:
+            # A difference of rounding that counts as learned would grow by 1 − 1/λ each time that it is merged.
+            oracle.launched.w = list(oracle.w)
     assert hvd.size() == 1 or optimizer._slim.started._flight is not None
     optimizer._slim.renew()
 
